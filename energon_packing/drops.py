@@ -251,17 +251,19 @@ class Shares:
         return (dropped, read, budget) if over_budget(dropped, read, budget) else None
 
 
-def over_budget(dropped: int, read: int, budget: float, *, looks: int = 1) -> bool:
-    """Whether more than ``budget`` of the data is dropped, beyond doubt.
+def over_budget(dropped: float, read: float, budget: float, *, looks: int = 1) -> bool:
+    """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read.
 
     Args:
         dropped: samples dropped so far.
         read: all samples read so far: dropped, emitted, or still held in the window.
         budget: share that may be dropped; 0 allows no drop at all, 1 allows everything.
-        looks: questions of this kind that share the chance `FALSE_STOP`.
+        looks: questions of this kind that share the chance `FALSE_STOP`; 0 if all data were read.
     """
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
+    if not looks:
+        return dropped > budget * read * (1 + 1e-9)
     read = max(read, dropped)
     if read < BUDGET_STARTS_AT or dropped <= budget * read:
         return False

@@ -160,11 +160,6 @@ KINDS: Registry[SampleKind] = Registry(
 )
 
 
-def register_kind(kind: SampleKind) -> None:
-    """Adds a kind of sample to this process. Raises `ConfigError`: its name is taken."""
-    KINDS.add(kind.name, kind)
-
-
 def kind_of_config(config: Any) -> SampleKind:
     """Returns the kind of a run's configuration, or of its ``encoder`` section. Raises `ConfigError`: it is of none."""
     for kind in KINDS:

@@ -219,7 +219,7 @@ def main(
     """
     try:
         run = load_config(config_path, overrides)
-        with dry_workspace() as (folder, _):
+        with dry_workspace() as folder:
             stages = size(paths, run, folder, samples=round(samples), probe=probe, split=split)
     except UserError as error:
         click.echo(json.dumps({"error": str(error)}) if as_json else f"Error: {error}", err=not as_json)

@@ -234,22 +234,13 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
         """See `PackProvider.run_config`."""
+        encoder = {} if isinstance(self.encoder, str) else self.encoder
+        loaded = {"processor": self.processor, "trust_remote_code": bool(self.trust_remote_code)}
+        rows = {"seq_length": self.seq_length, "pad_to_max_length": self.pad_to_max_length}
         return RunConfig(
             data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
-            encoder=frozen(
-                EncoderConfig,
-                {} if isinstance(self.encoder, str) else self.encoder,
-                where="dataset.encoder",
-                processor=self.processor,
-                trust_remote_code=bool(self.trust_remote_code),
-            ),
-            packing=frozen(
-                PackingConfig,
-                self.packing,
-                where="dataset.packing",
-                seq_length=self.seq_length,
-                pad_to_max_length=self.pad_to_max_length,
-            ),
+            encoder=frozen(EncoderConfig, encoder, where="dataset.encoder", **loaded),
+            packing=frozen(PackingConfig, self.packing, where="dataset.packing", **rows),
             parallel=parallel,
             metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )

@@ -126,19 +126,14 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
     Returns:
         ``[1, T / CP]``, or ``[1, T / (CP * TP)]`` with sequence parallelism; bool.
     """
-    cp, tp = groups.cp.size(), groups.tp.size()
-    if cp > 1:
+    cp, tp = groups.cp, groups.tp
+    if cp.size() > 1:
         indices = get_packed_seq_cp_partition_indices(
-            params,
-            total_tokens=mask.size(1),
-            cp_size=cp,
-            cp_rank=groups.cp.rank(),
-            device=mask.device,
-            cp_group=groups.cp,
+            params, total_tokens=mask.size(1), cp_size=cp.size(), cp_rank=cp.rank(), device=mask.device, cp_group=cp
         )
         mask = mask.index_select(1, indices)
-    if sequence_parallel and tp > 1:
-        mask = mask.chunk(tp, dim=1)[groups.tp.rank()]
+    if sequence_parallel and tp.size() > 1:
+        mask = mask.chunk(tp.size(), dim=1)[tp.rank()]
     return mask.contiguous()
 
 
@@ -190,9 +185,8 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
         if mask is not None:
             on_device = mask.to(device=params.cu_seqlens_q.device, non_blocking=True)
             parallel = get_model_config(model).sequence_parallel
-            put_mask(
-                params, local_padding_mask(on_device, params, get_pg_collection(model), sequence_parallel=parallel)
-            )
+            groups = get_pg_collection(model)
+            put_mask(params, local_padding_mask(on_device, params, groups, sequence_parallel=parallel))
 
     handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
     try:

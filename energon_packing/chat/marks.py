@@ -24,6 +24,11 @@ MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
 
 
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+"""Messages and tool definitions as a template takes them."""
+
+
 class Piece(NamedTuple):
     """One thing that a conversation says; a text (``value``) without surrounding white space, or a number."""
 
@@ -139,7 +144,7 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 
 def to_messages(
     conversation: Conversation, marks: Marks | None, passing: Passing, *, as_list: bool
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+) -> tuple[Messages, Tools]:
     """Returns messages, one per turn, and tool definitions for a chat template (None if there are none).
 
     Args:
@@ -150,7 +155,7 @@ def to_messages(
         SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
     """
     tools = [_definition(tool, marks) for tool in conversation.tools] if conversation.tools else None
-    messages: list[dict[str, Any]] = []
+    messages: Messages = []
     open_calls: list[tuple[str | None, str]] = []  # id and name
     for number, turn in enumerate(conversation.turns):
         message: dict[str, Any] = {"role": turn.role, "content": None}

@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from energon_packing.chat.marks import Marks, Passing, to_messages
+from energon_packing.chat.marks import Marks, Messages, Passing, Tools, to_messages
 from energon_packing.chat.thinking import PLAIN, ThinkingForm, find_form
 from energon_packing.conversation import Conversation
 from energon_packing.errors import ConfigError, SampleRejected
@@ -49,9 +49,7 @@ class TemplateRenderer:
         self.marks_generation = _GENERATION.search(code) is not None
         self.content_as_list = self._wants_lists()
 
-    def run(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def run(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """Renders messages, with the generation prompt if ``prompt``.
 
         Returns:
@@ -77,7 +75,7 @@ class TemplateRenderer:
             reason = str(error) or type(error).__name__
             raise SampleRejected("template_error", f"the chat template refuses the conversation: {reason}") from error
 
-    def text_of(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+    def text_of(self, messages: Messages, prompt: bool = False) -> str:
         """Returns the text of messages whose contents are texts, in the form that the template reads; see `run`."""
         if self.content_as_list:
             messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
@@ -85,7 +83,7 @@ class TemplateRenderer:
 
     def messages(
         self, conversation: Conversation, marks: Marks | None = None, passing: Passing | None = None
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    ) -> tuple[Messages, Tools]:
         """Returns messages and tool definitions in the form that the template reads; see `to_messages`."""
         try:
             return to_messages(conversation, marks, passing or self.passing, as_list=self.content_as_list)
@@ -104,7 +102,7 @@ class TemplateRenderer:
         if not _FIELDS.search(self.source):
             return PLAIN
 
-        def render(messages: list[dict[str, Any]], prompt: bool) -> str:
+        def render(messages: Messages, prompt: bool) -> str:
             try:
                 return self.text_of(messages, prompt)
             except SampleRejected:
@@ -153,12 +151,7 @@ def common_prefix(one: str, other: str) -> int:
 
 
 def render_template(
-    source: str,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    *,
-    special: Mapping[str, Any],
-    prompt: bool,
+    source: str, messages: Messages, tools: Tools, *, special: Mapping[str, Any], prompt: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """Renders one conversation as ``apply_chat_template`` does, in the sandbox that transformers makes; see
     `TemplateRenderer.run`.

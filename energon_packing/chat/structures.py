@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from energon_packing.chat.marks import MARKUP, Layout, Marks, Passing, Piece, find_marks, names_of
+from energon_packing.chat.marks import MARKUP, Layout, Marks, Messages, Passing, Piece, Tools, find_marks, names_of
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
 from energon_packing.chat.thinking import TAG
 from energon_packing.config import ToolDefinitions
@@ -59,13 +59,11 @@ class StopTokens:
         self._special = _any_of(sorted({*special} - {""}, key=lambda token: (-len(token), token)))
         self._rest = re.compile(rf"(?:\s*(?:{self._stop.pattern}))+(?=\s*\Z)")
 
-    def first_end(self, text: str) -> int | None:
-        """Returns where the first token that ends a turn ends; None if there is none."""
-        return found.end() if (found := self._stop.search(text)) else None
-
-    def is_first(self, text: str, end: int) -> bool:
-        """Whether the turn-ending token that ends at ``end`` is the first special token of the text."""
-        return (found := self._special.search(text)) is None or found.end() >= end
+    def first_end(self, text: str) -> tuple[int | None, bool]:
+        """Returns where the first token that ends a turn ends, None if there is none; and whether no special token
+        precedes it."""
+        stop, special = self._stop.search(text), self._special.search(text)
+        return stop and stop.end(), stop is not None and (special is None or special.end() >= stop.end())
 
     def after(self, text: str, start: int) -> int:
         """Returns the end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
@@ -189,9 +187,9 @@ class AnswerSearch(NamedTuple):
     def _end(self, turn: int, last: int) -> tuple[int, str, bool]:
         """`Answer.after`, `Answer.added` and `Answer.opens`."""
         frame = self.layout.frames[last + 1]
-        end = self.stops.first_end(frame)
+        end, is_first = self.stops.first_end(frame)
         is_last = last + 1 == len(self.layout.order) and turn + 1 == len(self.messages)
-        if end is not None and (is_last or self.stops.is_first(frame, end)):
+        if end is not None and (is_last or is_first):
             return (self.stops.rest(frame, end) if is_last else end), "", False
         if is_last:
             return self._open_end(last, frame)
@@ -246,9 +244,7 @@ class Structure:
         turns: turn of each mark.
     """
 
-    def __init__(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, pieces: Sequence[Piece]
-    ) -> None:
+    def __init__(self, messages: Messages, tools: Tools, text: str, pieces: Sequence[Piece]) -> None:
         self.messages, self.tools = messages, tools
         self.layout = Layout.of(text, pieces)
         self.missing, self.disorder = self.layout.missing(), self.layout.disorder()
@@ -349,10 +345,9 @@ class TemplateReader:
         last_question = max((at for at, turn in enumerate(conversation.turns) if turn.role == "user"), default=-1)
         allowed = {"definition"} if self._tool_definitions == "optional" else set()
         return [
-            piece
-            for piece in missing
-            if pieces[piece].kind not in allowed
-            and not (pieces[piece].kind == "thinking" and pieces[piece].turn < last_question)
+            at
+            for at in missing
+            if pieces[at].kind not in allowed and (pieces[at].kind != "thinking" or pieces[at].turn >= last_question)
         ]
 
     @staticmethod

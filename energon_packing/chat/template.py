@@ -125,11 +125,10 @@ class ChatTemplate:
         conversation = self._shown(conversation)
         reading = self._reader.read(conversation)
         text = reading.text
-        weights = {number: turn.loss_weight for number, turn in enumerate(conversation.turns)}
         try:
             answers = self._answers(reading)
         except SampleRejected:
-            if self.train_on != "all" or any(weight is not None for weight in weights.values()):
+            if self.train_on != "all" or any(turn.loss_weight is not None for turn in conversation.turns):
                 raise
             answers = []  # everything is trained, wherever answers begin
         text += answers[-1][2] if answers else ""
@@ -138,7 +137,7 @@ class ChatTemplate:
             text, spans = _cut(text, spans, self._empty(reading, spans, breaks=True))
         pieces = (reading.structure.layout.pieces[at] for at in reading.structure.layout.order)
         worded = {piece.turn for piece in pieces if self.thinking != "mask" or piece.kind != "thinking"}
-        trained = self._trained(conversation, text, spans, weights, worded)
+        trained = self._trained(conversation, text, spans, worded)
         if self.thinking == "mask":
             hidden = [*self._empty(reading, spans, breaks=False), *self._thoughts(reading)]
             trained = without_spans(trained, sorted(hidden))
@@ -188,10 +187,8 @@ class ChatTemplate:
         return change(conversation) if change else conversation
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
-        """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it.
-
-        A text that the template writes between its marks is thinking too (gpt-oss: beside a call).
-        """
+        """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it. A text that
+        the template writes between its marks is thinking too (gpt-oss: beside a call)."""
         form, places, text = self.renderer.thinking, reading.places, reading.text
         pieces = [reading.structure.layout.pieces[piece] for piece in reading.structure.layout.order]
         found: list[tuple[int, int]] = []
@@ -284,22 +281,16 @@ class ChatTemplate:
         return tied
 
     def _trained(
-        self,
-        conversation: Conversation,
-        text: str,
-        spans: Mapping[int, list[TrainedSpan]],
-        weights: Mapping[int, float | None],
-        worded: Collection[int],
+        self, conversation: Conversation, text: str, spans: Mapping[int, list[TrainedSpan]], worded: Collection[int]
     ) -> list[TrainedSpan]:
         """Spans of the trained turns, with the weights of their turns; ``worded`` are those with a word to train."""
+        weights = [turn.loss_weight for turn in conversation.turns]
         answers = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
         weighted = any(weights[number] is not None for number in answers)
         if self.train_on == "all" and not weighted:
             return [TrainedSpan(start=0, end=len(text))]
-        silent = {
-            n for n in answers if n not in worded and all(isinstance(p, str) for p in conversation.turns[n].parts)
-        }
-        hidden = [number for number in answers if weights[number] and not spans.get(number) and number not in silent]
+        texts = {n for n in answers if all(isinstance(part, str) for part in conversation.turns[n].parts)}
+        hidden = [n for n in answers if weights[n] and not spans.get(n) and not (n in texts and n not in worded)]
         if hidden:
             raise SampleRejected(
                 "loss_weight_mismatch",
@@ -311,13 +302,12 @@ class ChatTemplate:
         chosen = []
         for turn in answers:
             weight = weights[turn]
-            if weight != 0 and (turn not in worded or not (spans.get(turn) or self.renderer.marks_generation)):
-                parts = conversation.turns[turn].parts
-                if all(isinstance(part, str) for part in parts):
-                    raise SampleRejected(
-                        "empty_answer",
-                        f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0",
-                    )
+            is_shown = turn in worded and (spans.get(turn) or self.renderer.marks_generation)
+            if weight != 0 and turn in texts and not is_shown:
+                raise SampleRejected(
+                    "empty_answer",
+                    f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0",
+                )
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen
 

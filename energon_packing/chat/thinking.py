@@ -22,10 +22,8 @@ _A_TAG = re.compile(r"\s*(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|◁[^◁▷\s]{1,
 
 
 class TrainedSpan(NamedTuple):
-    """Characters ``[start, end)`` of a rendered text whose tokens are trained with ``weight``.
-
-    With weight 0, no token that touches the span is trained.
-    """
+    """Characters ``[start, end)`` of a rendered text whose tokens are trained with ``weight``. With weight 0, no token
+    that touches the span is trained."""
 
     start: int
     end: int
@@ -76,10 +74,8 @@ PLAIN = ThinkingForm(field=False, inline=True, opening=OPEN, closing=CLOSE, brea
 
 
 def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingForm:
-    """Finds out how a template writes thinking, by probes with a text and with a call after the thinking.
-
-    ``render`` returns the text of messages, with or without the generation prompt; empty if the template refuses them.
-    """
+    """Finds out how a template writes thinking, by probes with a text and with a call after the thinking. ``render``
+    returns the text of messages, with or without the generation prompt; empty if the template refuses them."""
     asked = [{"role": "user", "content": "energon packing probe"}]
     header = render(asked, True)[len(render(asked, False)) :].strip()
     thought, said = "Zqthoughtqz", "Zqsaidqz"

@@ -65,10 +65,8 @@ REMOVED: dict[str, str] = {
     "profile": "use `python scripts/loader_profile.py DATASET --config CFG` in a checkout",
     "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
     "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
-    "plan --explain": "use `energon-packing explain KEY PLAN`",
-    "validate --fix": "the column `fix` of `energon-packing validate` says what to write",
 }
-"""Commands and options of the release before -> what to do instead. They exit with 2."""
+"""Commands of the release before -> what to do instead. They exit with 2."""
 
 
 class CommandGroup(click.Group):
@@ -92,10 +90,8 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click's, but an error about an unknown name suggests the nearest one, and one about a removed name tells
         its new place."""
-        options = itertools.takewhile(lambda word: word != "--", args[1:])
-        for gone in (args[0], *(f"{args[0]} {option}" for option in options)):
-            if gone in REMOVED:
-                raise click.UsageError(f"`energon-packing {gone}` is removed; {REMOVED[gone]}.", ctx)
+        if args[0] in REMOVED:
+            raise click.UsageError(f"`energon-packing {args[0]}` is removed; {REMOVED[args[0]]}.", ctx)
         if args[0] not in self.table and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.table, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self.table)}."

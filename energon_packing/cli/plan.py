@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from energon_packing.cli.options import FILE, PATH, config_options, json_option
+from energon_packing.cli.options import FILE, PATH, config_options, executor_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
 from energon_packing.errors import UserError, refuse
 from energon_packing.sample_kind import KINDS, kind_of_config
@@ -29,21 +29,26 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.argument("given", metavar="INDEX...", nargs=-1, required=True, type=PATH)
 @config_options
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
+@click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
+@executor_options
 @json_option
 def plan(
     given: tuple[Path, ...],
     config_path: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
+    splits: tuple[str, ...],
     force: bool,
     diff: bool,
     as_json: bool,
+    **workers: Any,
 ) -> None:
     """Make a plan of one or more measured indexes: the samples of every pack, in a balanced global order.
 
-    It needs no media, and takes seconds for a million samples. With --diff the arguments are plans.
+    It needs no media, and takes seconds for a million samples. --workers measure samples again that are cut, split or
+    resized. With --diff the arguments are plans.
     """
     if diff:
         from energon_packing.offline.explain import changes
@@ -51,8 +56,8 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force,
-                "--diff reads plans only: use it without --out, --force, --config and --set.",
+                out is not None or config_path is not None or overrides or force or splits,
+                "--diff reads plans only: use it without --out, --force, --split, --config and --set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
@@ -66,11 +71,11 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    limits, remeasure = encoder_parts(config, given)
-    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
+    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given, **workers))
     told = {
         "plan": str(out),
         "id": facts.id,
+        "splits": sorted(facts.splits),
         "epoch_ends": list(facts.epoch_ends),
         "max_data_parallel": facts.max_data_parallel,
         "drops": dict(facts.drops),
@@ -86,9 +91,9 @@ def check_plan_name(out: Path) -> None:
         raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
 
 
-def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]:
-    """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
-    are measured again. The encoder is built only if one of the two is needed."""
+def encoder_parts(config: Any, directories: tuple[Path, ...], **workers: Any) -> dict[str, Any]:
+    """The ``limits`` of packs with a dummy image, whose length the encoder knows (None if there is none), and how
+    samples are measured again (``remeasure``). The encoder is built only if one of the two is needed."""
 
     @functools.cache
     def encoder() -> Any:
@@ -98,10 +103,13 @@ def encoder_parts(config: Any, directories: tuple[Path, ...]) -> tuple[Any, Any]
     def remeasurer() -> Any:
         from energon_packing.offline.packs import SampleRemeasurer
 
-        return SampleRemeasurer(encoder(), directories)
+        return SampleRemeasurer(encoder(), directories, who, config)
 
+    from energon_packing.offline.shared_work import WorkersConfig
+
+    who = WorkersConfig(**workers)
     limits = encoder().limits if getattr(config.packing, "dummy_image", False) else None
-    return limits, lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)
+    return {"limits": limits, "remeasure": lambda shards: remeasurer()(shards)}
 
 
 def show_summary(result: dict[str, Any]) -> None:
@@ -117,9 +125,18 @@ def show_summary(result: dict[str, Any]) -> None:
         f"dropped: {', '.join(f'{reason} {count:,}' for reason, count in result['drops'].items()) or 'none'}",
     )
     console = Console()
-    if any(each["per_epoch"] != 1 for each in result["datasets"]):
-        rows = [(each["root"], f"{each['per_epoch']:.4g}") for each in result["datasets"]]
-        console.print(table(rows, left=("data set",), right=("times in an epoch",)))
+    rows = [
+        (
+            each["root"],
+            ", ".join(f"{reason} {count:,}" for reason, count in each["dropped"].items()),
+            *(f"{each[name]:,}" for name in ("samples", "tokens")),
+            f"{each['per_epoch']:.4g}",
+            *("-" if share is None else f"{share:.2%}" for share in (each["share_asked"], each["share_reached"])),
+        )
+        for each in result["datasets"]
+    ]
+    right = ("samples", unit, "per epoch", "share asked", "reached")
+    console.print(table(rows, left=("data set", "dropped"), right=right))
     if result.get("unfinished"):
         say(
             f"ends in the middle of {result['unfinished']}: a run that reads more packs than these is refused; "

@@ -81,8 +81,8 @@ def convert(
         raise UserError(f"{index} is an index of {kind}; only the state of a run on conversations can be converted.")
     config = load_config(config_path, overrides)
     left = left_in_epoch(read_states(states), config)
-    limits, remeasure = encoder_parts(config, (index,))
-    facts = make_plan((index,), config, out, limits=limits, remeasure=remeasure, force=force, left=left)
+    parts = encoder_parts(config, (index,)) | {"splits": (config.data.split,)}
+    facts = make_plan((index,), config, out, force=force, left=left, **parts)
     if states_out is not None:
         fingerprint = plan_fingerprint(Plan.open(out), build_task_encoder(config))
         try:

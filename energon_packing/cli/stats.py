@@ -99,9 +99,8 @@ def _statistics(given: SimpleNamespace) -> None:
     from energon_packing.report.stats_page import stats_page
 
     run = load_config(given.config_path, given.overrides)
-    with ShownProgress(
-        dict.fromkeys(("sample", "measure"), "measuring"), quiet=given.as_json, units={"sample": "samples"}
-    ) as shown:
+    stages = dict.fromkeys(("sample", "measure"), "measuring")
+    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
         samples = _samples(given, run, shown)
     report = stats_report(
         samples, run, seq_lengths=given.seq_length, multiples=given.multiple, windows=given.window, seed=given.seed
@@ -154,7 +153,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
-    with dry_workspace() as (directory, _):  # goes after SIGTERM, too
+    with dry_workspace() as directory:  # goes after SIGTERM, too
         config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
         index = measure(config, run, shown).index
         assert index is not None  # this command measures all shards itself

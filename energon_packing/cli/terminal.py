@@ -38,9 +38,8 @@ def counted(number: int, noun: str) -> str:
 
 def cell(value: Any, style: str = "", *, line_break: str = "\u23ce") -> Text:
     """A value for a terminal; nothing in it acts as markup or steers the terminal."""
-    return (
-        value if isinstance(value, Text) else Text(visible(str(value), line_break=line_break), style, overflow="fold")
-    )
+    text = visible(str(value), line_break=line_break)
+    return value if isinstance(value, Text) else Text(text, style, overflow="fold")
 
 
 def table(
@@ -125,15 +124,10 @@ class ShownProgress:
     """
 
     def __init__(
-        self,
-        stages: Mapping[str, str],
-        *,
-        quiet: bool,
-        units: Mapping[str, str] | None = None,
-        console: Console | None = None,
+        self, stages: Mapping[str, str], *, quiet: bool, units: Mapping[str, str] = {}, console: Console | None = None
     ) -> None:
         self._console = console or Console(stderr=True)
-        self._stages, self._quiet, self._units = stages, quiet, units or {}
+        self._stages, self._quiet, self._units = stages, quiet, units
         self._stage = self._counted = ""
         self._began = self._last = 0.0
         self._ended = False

@@ -126,7 +126,6 @@ def validate(
     look at what the run reads from this machine, without downloads; then the real ConfigContainer.validate() of the
     installed Megatron-Bridge judges the run itself or an equivalent.
     """
-
     starting(f"Checking {' '.join(given)}", quiet=as_json)
     source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
     if measure is not None:
@@ -158,7 +157,6 @@ def validate(
     told = {
         "config": source.name,
         "kind": source.kind,
-        "fix": None,  # of the option --fix of the release before
         "valid": valid,
         "rules": rules,
         "reads": None if looks is None else [_look(look) for look in looks],

@@ -14,6 +14,7 @@ Examples:
   energon-packing verify packed
   energon-packing verify packed --share 0.1 --seed 7
   energon-packing verify packed --share 0
+  energon-packing verify plan.parquet
 
 Exit code 1 if anything differs. With --share 0 neither the data sets nor the processor are needed.
 """
@@ -29,7 +30,8 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
 def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> None:
     """Check every shard of the packed directory DIR: checksums, invariants, the plan; and make a share of packs anew.
 
-    Names the first thing that is wrong with each shard: its pack, the sample and the field.
+    Names the first thing that is wrong with each shard: its pack, the sample and the field. DIR may also be a plan, an
+    index, or packs of --format bridge-parquet, whose files are then read, with the drops and settings of a plan.
     """
     starting(f"Verifying {directory}", quiet=as_json)
     from energon_packing.offline import verify as verifying
@@ -38,7 +40,7 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
         report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), shown)
 
     def show(_: Any) -> None:
-        verdict = f"{len(report.findings):,} shards differ" if report.findings else "all as planned"
+        verdict = counted(len(report.findings), "finding") if report.findings else "all as planned"
         for line in (
             *map(str, report.findings),
             f"{counted(report.packs, 'pack')} with {counted(report.samples, 'sample')} (shards: {report.shards:,}), "

@@ -146,7 +146,7 @@ class EncoderConfig:
     """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
     in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
     decodes the whole image."""
-    transparency: Literal["white", "processor"] = setting("white")
+    transparency: Literal["white", "processor"] = setting("white", before="processor")
     """How transparent pixels of an image are shown: on ``white``, or as the ``processor`` gets them from transformers'
     ``load_image``, which drops the alpha channel; they are then mostly black."""
     max_source_pixels: int = setting(120_000_000, unit="pixels", changes="drops", least=1)

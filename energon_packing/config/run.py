@@ -190,7 +190,7 @@ class PackingConfig:
     split_positions: SplitPositions = setting("restart", changes="rows")
     """Positions of a piece: ``restart`` counts each piece from 0; ``continue`` continues from the end of the previous
     piece."""
-    pairs: Pairs = setting("refuse", newer=True)
+    pairs: Pairs = setting("refuse", newer=True, before="both")
     """What is trained of preference pairs, and of answers with a label (KTO): ``refuse`` stops the run, ``chosen``
     trains chosen and wanted answers as ordinary conversations, ``drop`` leaves pairs and labelled answers out, ``both``
     trains all, for a loss that reads ``preference``; see docs/limits.md."""

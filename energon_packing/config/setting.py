@@ -32,6 +32,7 @@ def setting[T](
     entries: tuple[str, ...] = (),
     by_family: bool = False,
     newer: bool = False,
+    before: T | None = None,
 ) -> T:
     """A field of a configuration's dataclass.
 
@@ -46,9 +47,10 @@ def setting[T](
         by_family: vision families refuse another value unless they name the field in their ``reads``.
         newer: its default leaves fingerprints as they were before the field, which stored lengths, plans and states
             have.
+        before: as which stored ones count that lack the field, where what was done then is not the default's.
     """
     given = {"changes": changes, "stated": stated, "place": place, "entries": entries, "by_family": by_family}
-    given |= {"unit": unit, "least": least, "most": most, "newer": newer}
+    given |= {"unit": unit, "least": least, "most": most, "newer": newer, "before": before}
     return dataclasses.field(default=default, metadata=given)
 
 
@@ -80,6 +82,13 @@ def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
 def newer_and_unset(config: Any) -> set[str]:
     """Returns the ``newer`` fields that have their defaults: fingerprints leave them out."""
     return {*marked(config, "newer")} - {*marked_and_set(config, "newer")}
+
+
+def before(config: Any) -> dict[str, Any]:
+    """Returns the fields of a configuration, or of its class, as which files without them count, with these values,
+    where they are not the defaults."""
+    values = {entry.name: entry.metadata.get("before") for entry in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def changing(config: Any, *effects: Effect) -> tuple[str, ...]:

@@ -133,6 +133,10 @@ _SHORT, _LONG = 0.05, 0.5
 """Seconds for a chunk below which chunks grow, and above which they shrink. Media take far longer than text."""
 
 
+ChunkBytes = Callable[[], int]
+"""How large the next chunk should be."""
+
+
 class ChunkSize:
     """Bytes of the next chunk: few at first, then what takes a worker a moment."""
 

@@ -92,7 +92,7 @@ MediaPath = str | EmbeddedBytes
 class FileReference:
     """A file as the record names it, and its required kind; frames are images."""
 
-    kind: MediaKind
+    kind: str
     path: MediaPath
 
 
@@ -218,10 +218,8 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
         refuse_own_view(entry, kind, "unsupported_field", f"an entry of {name!r}", is_frames=is_frames)
         of_file = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
         media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else of_file, f"{name}[]")
-    return [
-        reference_of(entry, kind, name, media.frame_fps, rate, seconds)
-        for entry, rate, seconds in zip(entries, rates, times, strict=True)
-    ]
+    timed = zip(entries, rates, times, strict=True)
+    return [reference_of(entry, kind, name, media.frame_fps, rate, seconds) for entry, rate, seconds in timed]
 
 
 def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | None:
@@ -233,13 +231,7 @@ def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | No
 
 
 def refuse_own_view(
-    value: Mapping[str, Any],
-    kind: MediaKind,
-    reason: str,
-    where: str,
-    *,
-    is_frames: bool = False,
-    is_part: bool = False,
+    value: Mapping[str, Any], kind: MediaKind, reason: str, what: str, *, is_frames: bool = False, is_part: bool = False
 ) -> None:
     """Rejects an object that asks for a part of a video, for a size or for frames of its own: it would be shown whole,
     in another size or with other frames, and the answer, its boxes and times, would be about something else.
@@ -247,14 +239,14 @@ def refuse_own_view(
     Fields as ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
 
     Args:
-        value: a record, an entry of a column, or a content part (``is_part``), which ``where`` names.
+        value: a record, an entry of a column, or a content part (``is_part``), which ``what`` names.
         is_frames: whether the video is a list of frames, which is used as it is; its rate says when they are shown.
     """
     of_video = _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ()) if kind == "video" and not is_frames else ()
     for name in _SIZES + of_video:
         asked = value.get(name)
         if not says_nothing(asked) and asked not in (0, "0"):  # a table may write 0 where nothing is asked
-            raise SampleRejected(reason, f"{where} has {name!r} {asked!r:.40}; {_INSTEAD[name]}")
+            raise SampleRejected(reason, f"{what} has {name!r} {asked!r:.40}; {_INSTEAD[name]}")
 
 
 def _path(entry: Any, name: str) -> MediaPath:

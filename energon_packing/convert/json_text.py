@@ -153,9 +153,7 @@ class _Text:
 
 def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> Iterator[Element]:
     """Yields the elements of the array in UTF-8 that begins at the stream's position (whitespace may precede it).
-
-    ``max_element`` is the most characters per element; it bounds the memory.
-    """
+    ``max_element`` is the most characters per element; it bounds the memory."""
     source = _Text(stream)
     if source.peek() != "[":
         yield Element(error="expected '['", last=True)

@@ -38,9 +38,7 @@ def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, l
 
 def safe_key(text: str) -> str:
     """Keeps only letters, digits, ``-`` and ``_``: a dot would split a WebDataset key, a slash would create a folder.
-
-    Long names keep their end, because ids usually differ there.
-    """
+    Long names keep their end, because ids usually differ there."""
     key = _UNSAFE.sub("_", text)
     return key[-MAX_KEY_LENGTH:] if key.strip("_") else "record"
 
@@ -106,10 +104,8 @@ _MOST_SUFFIXES = 100_000
 
 
 class KeyAssigner:
-    """Makes the keys of all records unique, in reading order.
-
-    Rejected records get one too, so that a key in the rejects file never names a sample of the data set.
-    """
+    """Makes the keys of all records unique, in reading order. Rejected records get one too, so that a key in the
+    rejects file never names a sample of the data set."""
 
     def __init__(self) -> None:
         self._taken = KeySet()

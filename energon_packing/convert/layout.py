@@ -184,10 +184,8 @@ class IndexWriter:
             self._database.execute(table)
 
     def add(self, row: SampleRow) -> None:
-        """Adds the row of a sample, after those of its parts.
-
-        The rows of all tables are written after a fixed number of samples: SQLite gives out pages in that order.
-        """
+        """Adds the row of a sample, after those of its parts. The rows of all tables are written after a fixed number
+        of samples: SQLite gives out pages in that order."""
         self._samples.append(row)
         if len(self._samples) == _ROWS:
             self._flush()

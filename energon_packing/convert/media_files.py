@@ -350,9 +350,7 @@ Checked = tuple[StoredMedia | SampleRejected, Stamp]
 
 class MediaChecker:
     """Checks files for one process, and shares the results with the others, and with a run that resumes, in a journal.
-
-    Each process appends its results to the journal, and looks those of the others up in an index of its own.
-    """
+    Each process appends its results to the journal, and looks those of the others up in an index of its own."""
 
     def __init__(self, config: ConvertConfig, journal: Path, index: Path) -> None:
         """``journal`` is the file of results, ``index`` one to make, of what the journal holds."""

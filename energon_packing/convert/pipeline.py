@@ -61,6 +61,7 @@ from energon_packing.convert.shards import (
 from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.convert.tables import close_table
 from energon_packing.convert.workspace import (
+    JOURNAL,
     check_out,
     delete_copies,
     dry_workspace,
@@ -73,7 +74,7 @@ from energon_packing.convert.workspace import (
     workspace,
 )
 from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines
-from energon_packing.executors.work import in_order
+from energon_packing.executors.work import Progress, in_order
 from energon_packing.remote_files import remote_address, shown, status, without_secrets
 
 
@@ -115,15 +116,12 @@ class ChunkAudit:
 
 
 class Auditing:
-    """A `energon_packing.executors.work.Work`: audits chunks of records.
-
-    ``scratch`` is the working directory, which all workers see, ``journal`` that of checked media.
-    """
+    """A `energon_packing.executors.work.Work`: audits chunks of records; all workers see the directory ``scratch``."""
 
     queued = 2
 
-    def __init__(self, config: ConvertConfig, scratch: Path, journal: Path) -> None:
-        self._config, self._scratch, self._journal = config, scratch, journal
+    def __init__(self, config: ConvertConfig, scratch: Path) -> None:
+        self._config, self._scratch = config, scratch
         self._spool: BinaryIO | None = None
 
     def begin(self) -> None:
@@ -142,7 +140,7 @@ class Auditing:
             config.extra_columns or config.column_map or config.kto_label
         )
         self._files = RecordFiles(self._scratch, max_bytes=config.max_media_bytes)
-        self._checker = MediaChecker(config, self._journal, self._scratch / f"checks-{number}")
+        self._checker = MediaChecker(config, self._scratch / JOURNAL, self._scratch / f"checks-{number}")
 
     def close(self) -> None:
         """Closes the files of the worker that the calling process was."""
@@ -236,13 +234,6 @@ _MOST_NAMES = 1000
 _MOST_OF_CLUSTER = 256
 _AHEAD = 32  # tasks, at least, that may be given out or done before the first of them is taken; 4 per worker
 
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` and ``write`` (bytes), ``index`` (shards), and
-``store`` (bytes) if the data set goes to an object store.
-
-Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
-"""
-
 
 class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
@@ -261,10 +252,8 @@ class ReadRecords:
         self.first_rejects: dict[str, str] = {}
 
     def add(self, chunk: Chunk, audit: ChunkAudit, rejects: TextIO, warnings: TextIO) -> None:
-        """Adds the records of the next chunk, and writes to the files of rejected records and of warnings.
-
-        Raises as `MediaTable.add` does.
-        """
+        """Adds the records of the next chunk, and writes to the files of rejected records and of warnings. Raises as
+        `MediaTable.add` does."""
         source, keys = chunk.source, audit.keys
         hashes = np.frombuffer(audit.digests, ">u8").astype(np.uint64)
         positions = positions_of(audit.contents)
@@ -342,6 +331,9 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     Bad records are written to ``rejects.jsonl`` with their reason and never stop the rest. The data set appears in
     ``config.out`` in one step when it is complete. It does not depend on the number of workers. Raises UserError:
     nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a worker that died.
+
+    Stages of `progress` are ``read`` and ``write`` (bytes), ``index`` (shards) and, for an object store, ``store``
+    (bytes); before each ``read``, ``records`` says how many have been read, of a number that is not known, 0.
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
@@ -365,8 +357,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     if address is not None and not config.dry_run:
         return _convert_to_store(config, address, tell)
     try:
-        with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
-            report = _build(config, sources, notes, build.absolute(), journal.absolute(), fingerprint, tell)
+        with dry_workspace() if config.dry_run else workspace(config, fingerprint) as build:
+            report = _build(config, sources, notes, build.absolute(), fingerprint, tell)
             report = replace(report, seconds=round(time.monotonic() - started, 3))
             if not config.dry_run:
                 publish(build, config.out)
@@ -425,13 +417,7 @@ _Results = Callable[..., Generator[tuple[Any, Any], None, None]]
 
 
 def _build(
-    config: ConvertConfig,
-    sources: list[SourceFile],
-    notes: list[str],
-    build: Path,
-    journal: Path,
-    fingerprint: dict[str, Any],
-    tell: Progress,
+    config: ConvertConfig, sources: list[SourceFile], notes: list[str], build: Path, fingerprint: Any, tell: Progress
 ) -> ConversionReport:
     """Makes the data set in `build`."""
     scratch = build.parent  # goes when the data set is published
@@ -444,7 +430,7 @@ def _build(
     with ExitStack() as stack:
         media = stack.enter_context(closing(MediaTable(scratch / "media", one_store=config.layout == "polylithic")))
         reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
-        fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
+        fingerprint["sources"] = _read(config, sources, results, reading, build, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
             if config.dry_run or not media.files:
                 shutil.rmtree(scratch)
@@ -455,7 +441,7 @@ def _build(
         shards = 0
         if not config.dry_run:
             store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
-            shards = _write(store, reading, splits, results, reading.identity(fingerprint), tell)
+            shards = _write(store, reading, results, reading.identity(fingerprint), tell)
     mentions = reading.mentions
     entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -493,7 +479,6 @@ def _read(
     results: _Results,
     reading: ReadRecords,
     build: Path,
-    journal: Path,
     tell: Progress,
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
@@ -512,7 +497,7 @@ def _read(
     with (
         (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
         (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
-        closing(Auditing(config, scratch, journal)) as work,
+        closing(Auditing(config, scratch)) as work,
         closing(results(chunks(), work)) as audits,
     ):
         done = 0
@@ -532,14 +517,7 @@ def _read(
     return digests
 
 
-def _write(
-    store: SampleStore,
-    reading: ReadRecords,
-    splits: Mapping[str, int],
-    results: _Results,
-    identity: bytes,
-    tell: Progress,
-) -> int:
+def _write(store: SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress) -> int:
     """The second half; returns the number of tars."""
     total, done = reading.record_bytes + reading.media_bytes, 0
     tell("write", done, total)
@@ -553,6 +531,7 @@ def _write(
             done += piece.content
             tell("write", done, total)
     tell("index", 0, 1)
-    shards = store.finish([name for name, count in splits.items() if count], identity)
+    counted = zip(reading.splits.names, reading.splits.counts, strict=True)
+    shards = store.finish([name for name, count in counted if count], identity)
     tell("index", shards, shards)
     return shards

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import Conversation
-from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, one_line
+from energon_packing.convert.chunks import Chunk, ChunkBytes, RawRecord, SourceFile, one_line
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.registry import named_object
 from energon_packing.remote_files import file_digest
@@ -37,9 +37,7 @@ def reader_options(name: str) -> dict[str, str]:
     return {"reader": name, "reader_code": hashlib.sha256(code).hexdigest()[:16]}
 
 
-def find_yielded(
-    source: SourceFile, name: str, chunk_bytes: Callable[[], int], digests: dict[str, str]
-) -> Iterator[Chunk]:
+def find_yielded(source: SourceFile, name: str, chunk_bytes: ChunkBytes, digests: dict[str, str]) -> Iterator[Chunk]:
     """Divides what a reader makes of a file into chunks; see `sources.find_chunks`. Raises UserError: the reader fails,
     or yields what cannot be sent to a worker."""
     held: list[bytes] = []

@@ -72,10 +72,8 @@ class RawPair:
 
 
 def find_pair(record: Mapping[str, Any]) -> RawPair | None:
-    """Splits a preference record into its parts; None for any other record.
-
-    Raises ``bad_pair`` if a part is missing or the answers do not follow the same beginning.
-    """
+    """Splits a preference record into its parts; None for any other record. Raises ``bad_pair`` if a part is missing or
+    the answers do not follow the same beginning."""
     answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
     other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
     if not answers and not other:

@@ -49,10 +49,8 @@ _PADDING = tuple(b"\0" * (-length % BLOCK) for length in range(BLOCK))
 
 
 def header(name: str, size: int) -> bytes:
-    """The header of a member of ``size`` bytes, byte for byte what `tarfile` writes for it.
-
-    `tarfile` takes 25 microseconds for it, and most of its 512 bytes are the same for all members of a shard.
-    """
+    """The header of a member of ``size`` bytes, byte for byte what `tarfile` writes for it. `tarfile` takes 25
+    microseconds for it, and most of its 512 bytes are the same for all members of a shard."""
     encoded = name.encode("utf-8")
     if len(encoded) > _LONGEST_NAME or size > _LARGEST_SIZE or name.startswith("/") or name.endswith("/"):
         return _by_tarfile(name, size)
@@ -99,6 +97,10 @@ class StoredFile:
         return cls(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata, digest=digest)
 
 
+RecordPlace = tuple[str, int, int, int]
+"""Name of a member, its bytes, number of the spool file that holds it, and offset there."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ShardPiece:
     """Members of one tar that follow each other. Where they begin is known, so pieces may be written in any order.
@@ -107,7 +109,7 @@ class ShardPiece:
         name: of the tar.
         start: bytes of the tar before the piece.
         first: samples of the tar before the piece.
-        records: (member name, bytes, number of the spool file, offset in it); each begins a sample.
+        records: each begins a sample.
         files: number of a record -> media files that follow it; -1: before the first record.
         offsets: where each sample begins in the tar.
         end: bytes of the tar up to the end of the piece.
@@ -118,7 +120,7 @@ class ShardPiece:
     name: str
     start: int = 0
     first: int = 0
-    records: list[tuple[str, int, int, int]] = field(default_factory=list)
+    records: list[RecordPlace] = field(default_factory=list)
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     end: int = 0
@@ -424,12 +426,7 @@ class SampleStore:
         yield from tars.close()
 
     def _put(
-        self,
-        tars: _Tars,
-        index: IndexWriter,
-        key: str,
-        files: Sequence[StoredFile],
-        record: tuple[str, int, int, int] | None = None,
+        self, tars: _Tars, index: IndexWriter, key: str, files: Sequence[StoredFile], record: RecordPlace | None = None
     ) -> Pieces:
         """Adds a sample: its record, if it has one, and its files."""
         piece, number = tars.sample()

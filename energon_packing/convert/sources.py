@@ -27,6 +27,7 @@ from energon_packing.convert.chunks import (
     TAR_SUFFIX,
     TEXT_SUFFIX,
     Chunk,
+    ChunkBytes,
     Form,
     RawRecord,
     SourceFile,
@@ -52,7 +53,7 @@ _LARGEST_WINDOW = 1 << 27
 
 
 def find_chunks(
-    source: SourceFile, *, max_record_bytes: int, chunk_bytes: Callable[[], int], digests: dict[str, str], scratch: Path
+    source: SourceFile, *, max_record_bytes: int, chunk_bytes: ChunkBytes, digests: dict[str, str], scratch: Path
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
 
@@ -140,7 +141,7 @@ def _found(
     source: SourceFile,
     suffix: str,
     max_record_bytes: int,
-    chunk_bytes: Callable[[], int],
+    chunk_bytes: ChunkBytes,
     damage: SampleRejected | None = None,
 ) -> Generator[Chunk, None, str]:
     """Yields the chunks of a file that is not compressed; returns its digest."""
@@ -195,11 +196,7 @@ def _look(
 
 
 def _find_lines(
-    source: SourceFile,
-    reader: DigestingReader,
-    max_record_bytes: int,
-    chunk_bytes: Callable[[], int],
-    form: Form = "lines",
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes, form: Form = "lines"
 ) -> Iterator[Chunk]:
     number = 1
     start = reader.position
@@ -214,7 +211,7 @@ def _find_lines(
 
 
 def _find_elements(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
     before = reader.position
     wanted = chunk_bytes()
@@ -248,7 +245,7 @@ def _unread(source: SourceFile, at: int, records: int) -> str:
 
 
 def _find_object(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
     start = reader.position
     size = len(reader.read(max_record_bytes + 1))
@@ -259,7 +256,7 @@ def _find_object(
     yield Chunk(source=source, form="object", start=start, end=start + size, first=0, error=error)
 
 
-_FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, Callable[[], int]], Iterator[Chunk]]] = {
+_FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, ChunkBytes], Iterator[Chunk]]] = {
     "lines": _find_lines,
     "text": partial(_find_lines, form="text"),
     "array": _find_elements,

@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from energon_packing.convert.chunks import DELIMITERS, Chunk, RawRecord, SourceFile, one_line, suffix_of
+from energon_packing.convert.chunks import DELIMITERS, Chunk, ChunkBytes, RawRecord, SourceFile, one_line, suffix_of
 from energon_packing.convert.json_text import DigestingReader, parse_json
 from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, all_layouts
 from energon_packing.errors import SampleRejected, UserError, is_machines
@@ -205,7 +205,7 @@ def close_table() -> None:
     _opened.cache_clear()
 
 
-def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Chunk]:
+def find_rows(source: SourceFile, chunk_bytes: ChunkBytes) -> Iterator[Chunk]:
     """Divides a file into chunks of rows; see `sources.find_chunks`."""
     total = source.path.stat().st_size
     first = seen = 0
@@ -384,7 +384,7 @@ def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv
 
 
 def find_cells(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
     """Divides a file of CSV or TSV into chunks of rows, whose cells may hold line breaks; see `sources.find_chunks`."""
     csv.field_size_limit(max_record_bytes)

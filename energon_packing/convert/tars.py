@@ -13,12 +13,12 @@ import io
 import pickle
 import pickletools
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import MediaKind
-from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, one_line
+from energon_packing.convert.chunks import Chunk, ChunkBytes, MemberBytes, RawRecord, SourceFile, one_line
 from energon_packing.convert.columns import COLUMNS
 from energon_packing.convert.fields import expect
 from energon_packing.convert.json_text import parse_json
@@ -98,9 +98,7 @@ _PICKLED: Mapping[str, MediaKind] = {"jpgs": "image", "videos": "video", "mp4s":
 Sample = tuple[str, tuple[MemberBytes, ...]]
 
 
-def find_samples(
-    source: SourceFile, chunk_bytes: Callable[[], int], damage: SampleRejected | None = None
-) -> Iterator[Chunk]:
+def find_samples(source: SourceFile, chunk_bytes: ChunkBytes, damage: SampleRejected | None = None) -> Iterator[Chunk]:
     """Divides a tar into chunks of samples; see `sources.find_chunks`. ``damage`` is why what follows in the tar could
     not be unpacked."""
     samples: list[Sample] = []

@@ -65,9 +65,7 @@ def _parsed(text: str, reason: str, what: str) -> Any:
 
 def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with or without an ``id``, or a list of these.
-
-    ``ignored`` receives the names of all other fields of the calls; raises ``bad_tool_call``.
-    """
+    ``ignored`` receives the names of all other fields of the calls; raises ``bad_tool_call``."""
     value = _parsed(text, "bad_tool_call", "the function call is")
     calls = value if isinstance(value, list) else [value]
     if not calls:
@@ -77,9 +75,7 @@ def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, An
 
 def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates require them.
-
-    ``ignored`` receives the names of all other fields of the calls, such as ``index``; raises ``bad_tool_call``.
-    """
+    ``ignored`` receives the names of all other fields of the calls, such as ``index``; raises ``bad_tool_call``."""
     calls = []
     for call in expect(() if value is None else value, (list, tuple), "bad_tool_call", "tool_calls is", "a list"):
         expect(call, dict, "bad_tool_call", "a tool call is", "an object")

@@ -46,7 +46,8 @@ from energon_packing.remote_files import (
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
-_JOURNAL = "media-checks.jsonl"
+JOURNAL = "media-checks.jsonl"
+"""Beside the directory to build in."""
 _REPLACED = "replaced"
 MARK = "being-stored.json"
 """Beside the files of a data set that is not complete."""
@@ -106,12 +107,12 @@ def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> di
 
 
 @contextmanager
-def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator[tuple[Path, Path]]:
+def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator[Path]:
     """A directory to build in, locked against a second conversion to the same place.
 
     The leftovers of an interrupted conversion are deleted. The journal of checked media is kept if `resume` is set and
-    the options are the same, because checking media takes the most time. Yields the directory to build in, empty, and
-    the journal's path. Raises UserError: another conversion is running there, or the directory cannot be written.
+    the options are the same, because checking media takes the most time. Yields the directory to build in, empty, next
+    to the journal. Raises UserError: another conversion is running there, or the directory cannot be written.
     """
     partial = partial_directory(config.out)
     with ExitStack() as stack:
@@ -135,14 +136,14 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
             _clear(partial, keep_journal=config.resume and same)
             if not same:  # on a full disk, writing it again would lose it, and the journal with it
                 (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
-            places = _built_in(partial)
+            build = _built_in(partial)
         except OSError as error:
             raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from error
-        yield places
+        yield build
 
 
 @contextmanager
-def dry_workspace() -> Iterator[tuple[Path, Path]]:
+def dry_workspace() -> Iterator[Path]:
     """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
         own = threading.current_thread() is threading.main_thread()
@@ -160,10 +161,10 @@ def dry_workspace() -> Iterator[tuple[Path, Path]]:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _built_in(partial: Path) -> tuple[Path, Path]:
+def _built_in(partial: Path) -> Path:
     build = partial / "build"
     build.mkdir()
-    return build, partial / _JOURNAL
+    return build
 
 
 def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
@@ -176,7 +177,7 @@ def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
 
 def _clear(partial: Path, *, keep_journal: bool) -> None:
     for path in partial.iterdir():
-        if path.name in (_LOCK, _STATE) or (keep_journal and path.name in (_JOURNAL, FETCHED)):
+        if path.name in (_LOCK, _STATE) or (keep_journal and path.name in (JOURNAL, FETCHED)):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

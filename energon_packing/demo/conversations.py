@@ -313,13 +313,10 @@ def openai_record(draft: Draft, rng: Random) -> Record:
     names = {"<image>": iter(draft.images), "<video>": iter(draft.videos)}
     for number, (speaker, said) in enumerate(draft.sayings):
         if speaker == "call":
+            functions = ({"name": use.name, "arguments": _json(use.arguments)} for use in said)
             calls = [
-                {
-                    "id": f"call_{number}_{place}",
-                    "type": "function",
-                    "function": {"name": use.name, "arguments": _json(use.arguments)},
-                }
-                for place, use in enumerate(said)
+                {"id": f"call_{number}_{place}", "type": "function", "function": function}
+                for place, function in enumerate(functions)
             ]
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         elif speaker == "result":

@@ -12,6 +12,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -139,12 +140,10 @@ def _prepare(out: Path, folder: Path, request: dict[str, Any]) -> bool:
     """Whether the data exist already; otherwise creates an empty `folder` and claims `out`."""
     note = out / "made.json"
     if note.is_file():
-        try:
+        with suppress(ValueError):
             found = json.loads(note.read_text(encoding="utf-8"))
-        except ValueError:
-            found = {}
-        if found.get("complete") and request.items() <= found.items():
-            return True
+            if found.get("complete") and request.items() <= found.items():
+                return True
         shutil.rmtree(folder, ignore_errors=True)
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty and was not made by the demo; name another directory")

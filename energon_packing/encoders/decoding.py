@@ -64,7 +64,8 @@ def visual_inputs(
     """
     family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
-    visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
+    raw = {"raw": True} if forms else {}
+    visual = family.pixels(measured.plans, decoded, **raw) if decoded else {}
     for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")) if family.plans_grids else ():
         planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
         if planned and name in visual and planned != (grids := visual[name].tolist()):
@@ -76,9 +77,7 @@ def as_configured(
     visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm], config: EncoderConfig
 ) -> dict[str, Any]:
     """Returns the fields ``visual_inputs`` and ``pixel_forms`` of a row, with pixels as ``config.pixels`` says.
-
-    ``forms`` says how those of ``visual`` that are bytes become numbers.
-    """
+    ``forms`` says how those of ``visual`` that are bytes become numbers."""
     if config.pixels == "bytes":
         return {"visual_inputs": dict(visual)} | ({PIXEL_FORMS: dict(forms)} if forms else {})
     visual = finish(visual, forms)
@@ -113,10 +112,28 @@ def decode_media(
             raise SampleRejected("decode_timeout", f"decoding did not get to it within {limit} s")
         return data
 
+    def decode(media: Media, plan: MediaPlan, limits: Mapping[str, int]) -> torch.Tensor:
+        on_white = config.transparency == "white"
+        if plan.kind == "image" and config.jpeg_scaled_decoding is not None:
+            height, width = family.image_size(plan)
+            least = config.jpeg_scaled_decoding * height, config.jpeg_scaled_decoding * width
+            image = decode_scaled_image(fetch(media.name), least, on_white=on_white, **limits)
+            _check_size(media, image.width, image.height)
+            # From the size of the smaller image, a processor would compute another grid.
+            return family.resize_image(image.pixels, plan)
+        if plan.kind == "image":
+            decoded = decode_image(fetch(media.name), on_white=on_white, **limits)
+        elif media.frame_names:
+            names = [media.frame_names[index] for index in plan.frame_indices]
+            decoded = decode_frame_files(fetch, names, deadline=deadline, on_white=on_white, **limits)
+        else:
+            decoded = decode_frames(fetch(media.name), plan.frame_indices, deadline=deadline, **limits)
+        _check_size(media, decoded.shape[-1], decoded.shape[-2])
+        return decoded
+
     for media, plan in zip(measured.media, measured.plans, strict=True):
-        limits = {"max_pixels": config.max_source_pixels, "max_bytes": left}
         try:
-            decoded.append(_decode(media, plan, fetch, config, family, deadline, limits))
+            decoded.append(decode(media, plan, {"max_pixels": config.max_source_pixels, "max_bytes": left}))
         except SampleRejected as error:
             raise SampleRejected(error.reason, f"{media.kind} {media.name!r}: {error.detail}") from error
         left -= decoded[-1].numel()
@@ -136,34 +153,6 @@ def decodable(measured: Measured, config: EncoderConfig) -> Measured:
             f"the decoded media take {size} bytes, over encoder.max_decoded_bytes={config.max_decoded_bytes}",
         )
     return measured
-
-
-def _decode(
-    media: Media,
-    plan: MediaPlan,
-    read: Callable[[str], bytes],
-    config: EncoderConfig,
-    family: VisionFamily,
-    deadline: float | None,
-    limits: Mapping[str, int],
-) -> torch.Tensor:
-    on_white = config.transparency == "white"
-    if plan.kind == "image" and config.jpeg_scaled_decoding is not None:
-        height, width = family.image_size(plan)
-        least = config.jpeg_scaled_decoding * height, config.jpeg_scaled_decoding * width
-        image = decode_scaled_image(read(media.name), least, on_white=on_white, **limits)
-        _check_size(media, image.width, image.height)
-        # From the size of the smaller image, a processor would compute another grid.
-        return family.resize_image(image.pixels, plan)
-    if plan.kind == "image":
-        decoded = decode_image(read(media.name), on_white=on_white, **limits)
-    elif media.frame_names:
-        names = [media.frame_names[index] for index in plan.frame_indices]
-        decoded = decode_frame_files(read, names, deadline=deadline, on_white=on_white, **limits)
-    else:
-        decoded = decode_frames(read(media.name), plan.frame_indices, deadline=deadline, **limits)
-    _check_size(media, decoded.shape[-1], decoded.shape[-2])
-    return decoded
 
 
 def _check_size(media: Media, width: int, height: int) -> None:

@@ -174,10 +174,8 @@ class ConversationEncoder(SampleEncoder):
         return self._enough_targets(decodable(fitted, self.config))
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
-        """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
-
-        Errors are left for `measure` to raise. Conversations of an earlier call are forgotten.
-        """
+        """Renders and tokenizes conversations together, which is quicker; `measure` finds it done. Errors are left for
+        `measure` to raise. Conversations of an earlier call are forgotten."""
         self._prepared.clear()
         chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
         for conversation in conversations:
@@ -251,10 +249,8 @@ class ConversationEncoder(SampleEncoder):
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
             if self.config.position_ids == "mrope":
                 starts = self.family.positions(measured.expand()[0], measured.plans)[0, starts]
-            pieces = [
-                dataclasses.replace(piece, position_start=int(first))
-                for piece, first in zip(pieces, starts, strict=True)
-            ]
+            placed = zip(pieces, starts, strict=True)
+            pieces = [dataclasses.replace(piece, position_start=int(first)) for piece, first in placed]
         checked: list[Measured | SampleRejected] = []
         family = self._resizer.family(measured.settings)
         for piece in pieces:

@@ -314,17 +314,14 @@ def beginning(conversation: Conversation, turns: int, trained: Collection[int]) 
 
 
 def _noted(
-    before: Sequence[Measured],
-    after: Sequence[Measured] | Measured | None,
-    over: SampleRejected,
-    conversation: Conversation,
+    before: Sequence[Measured], after: Sequence[Measured] | Measured | None, over: SampleRejected, whole: Conversation
 ) -> list[Measured]:
     """The changed sample, whose first segment says what was changed; the sample as it was if it was not changed."""
     if after is None:
         return list(before)
     first, *others = [after] if isinstance(after, Measured) else after
     if first.turns < before[0].turns:
-        how, what = "truncated", f"kept {first.turns} of {len(conversation.turns)} turns, {first.length} tokens"
+        how, what = "truncated", f"kept {first.turns} of {len(whole.turns)} turns, {first.length} tokens"
     else:
         how, limits = "resized", ", ".join(f"{name}={value}" for name, value in first.settings)
         what = f"{limits}: {tokens_of(first.plans)} visual tokens"

@@ -102,11 +102,8 @@ class Measured(OneSegment):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredPair:
-    """A preference pair: two measured answers to the same beginning, packed or dropped together.
-
-    They are two adjacent segments of one row, the chosen answer first; their keys end with ``/chosen`` and
-    ``/rejected``.
-    """
+    """A preference pair: two measured answers to the same beginning, packed or dropped together. They are two adjacent
+    segments of one row, the chosen answer first; their keys end with ``/chosen`` and ``/rejected``."""
 
     key: str
     chosen: Measured

@@ -40,10 +40,8 @@ class PlainMeasured(OneSegment):
 
 
 class SampleEncoder(ABC):
-    """Encodes one sample in two steps. `measure` must be a pure function: a restored loader repeats it.
-
-    The packing encoder reads ``extra_fields``, ``position_ids`` and ``limits`` of ``config``.
-    """
+    """Encodes one sample in two steps. `measure` must be a pure function: a restored loader repeats it. The packing
+    encoder reads ``extra_fields``, ``position_ids`` and ``limits`` of ``config``."""
 
     def __init__(self, config: EncoderConfig) -> None:
         self.config = config

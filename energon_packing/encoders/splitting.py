@@ -30,9 +30,7 @@ Fits = Callable[[int, int, int, int, int], bool]
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredSplit:
     """A sample that is emitted in pieces, named ``key#0``, ``key#1`` and so on; ``length`` is that of the whole sample.
-
-    A piece that may not be trained on is replaced by the reason.
-    """
+    A piece that may not be trained on is replaced by the reason."""
 
     key: str
     length: int

@@ -78,10 +78,8 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
 
 
 def spread(extras: Mapping[str, float | np.ndarray], learned: np.ndarray) -> dict[str, torch.Tensor]:
-    """Returns each field as float32 ``[L]``: its values at the learned positions (bool ``[L]``), 0 elsewhere.
-
-    As in the labels, position t holds the value of the token predicted there, t + 1.
-    """
+    """Returns each field as float32 ``[L]``: its values at the learned positions (bool ``[L]``), 0 elsewhere. As in the
+    labels, position t holds the value of the token predicted there, t + 1."""
     rows = {}
     for name, value in extras.items():
         row = np.zeros(len(learned), dtype=np.float32)
@@ -101,10 +99,8 @@ sqrt(x) over its samples must stay below that number.
 
 
 def target_weight(config: EncoderConfig, targets: float) -> float:
-    """Returns the factor of every weight of a sample, including `FIXED_POINT`.
-
-    ``targets`` is the number of targets, or the sum of their weights if turns have weights; above 0.
-    """
+    """Returns the factor of every weight of a sample, including `FIXED_POINT`. ``targets`` is the number of targets, or
+    the sum of their weights if turns have weights; above 0."""
     scale = config.loss_scale
     if config.loss_weighting == "token":
         return float(scale or 1)

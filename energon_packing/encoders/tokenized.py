@@ -62,19 +62,15 @@ class TokenizedText:
         return first, first
 
     def reaches_over(self, token: int, end: int) -> bool:
-        """Whether a token holds more than white space from the character ``end`` on.
-
-        White space does not count, because some tokenizers have an end of turn that includes the next line break.
-        """
+        """Whether a token holds more than white space from the character ``end`` on. White space does not count,
+        because some tokenizers have an end of turn that includes the next line break."""
         _, stop = self._encoding.token_to_chars(token) or (0, 0)
         return stop > end and not self._text[end:stop].isspace()
 
 
 class ByteText(TokenizedText):
-    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
-
-    ``ends`` holds the bytes of the text up to the end of each token, ``[n]``.
-    """
+    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text. ``ends`` holds the bytes of the
+    text up to the end of each token, ``[n]``."""
 
     def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
         self.ids = ids
@@ -278,7 +274,11 @@ class TextTokenizer:
         # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
         if not _one_thread() or self._lengths is None:
             return [None] * len(texts)
-        kept = {at: text for at, text in enumerate(texts) if self._keeps(text)}
+        kept = {  # those that the normalizer leaves as they are
+            at: text
+            for at, text in enumerate(texts)
+            if text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
+        }
         encodings = self._backend.encode_batch_fast(list(kept.values()), add_special_tokens=add_special_tokens)
         quick: list[ByteText | None] = [None] * len(texts)
         for (at, text), encoding in zip(kept.items(), encodings, strict=True):
@@ -293,10 +293,6 @@ class TextTokenizer:
     @cached_property
     def _lengths(self) -> np.ndarray | None:
         return byte_lengths(self._backend)
-
-    def _keeps(self, text: str) -> bool:
-        """Whether the normalizer leaves a text as it is."""
-        return text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
 
 
 def use_one_thread() -> None:
@@ -397,10 +393,8 @@ class Expanded(NamedTuple):
 
 
 class Placeholders:
-    """Finds and replaces what the chat template writes for an image or video.
-
-    The template defines the frames around a placeholder: ``<|vision_start|>``, ``Picture 1:``, a line break.
-    """
+    """Finds and replaces what the chat template writes for an image or video. The template defines the frames around a
+    placeholder: ``<|vision_start|>``, ``Picture 1:``, a line break."""
 
     def __init__(self, family: VisionFamily, template: ChatTemplate) -> None:
         self.family, self._template = family, template

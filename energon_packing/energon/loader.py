@@ -265,9 +265,8 @@ def pool_shares(shares: Shares, place: str, counts: bool, over: Callable[[], boo
     """Exchanges the numbers of a rank with the others by the ranks' store, in which nobody waits, until it is ``over``
     here, or on the rank that ``hosts`` the store and soon ends; if the rank ``counts``, with its own."""
     told, ranks, most, until = [0] * 4, shares.ranks[0], 0, time.monotonic() + LATE_SECONDS
-    with contextlib.suppress(
-        RuntimeError, ValueError, TypeError
-    ):  # the rank that holds the store, or the group, has ended
+    # They say that the rank that holds the store, or the group, has ended.
+    with contextlib.suppress(RuntimeError, ValueError, TypeError):
         world = weakref.ref(distributed.group.WORLD)
         left = _added(place, {"in": 1, "over": 0})["over"]
         while (there := distributed.is_initialized() and world() is distributed.group.WORLD) and not (left or over()):
@@ -308,7 +307,6 @@ LATE_SECONDS = 300.0
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
-
 
 _READS = threading.Lock()
 

@@ -60,7 +60,6 @@ MOST_SIZED = 1 << 23
 """Samples whose sizes are read at most; the mean of so many needs no help."""
 MOST_OPENED = 2048
 """Shards whose index is opened for the sizes at most; on each reader this takes 20 microseconds for a local one."""
-
 MOST_READ = 1 << 28
 """Bytes of shards that are read for the sizes at most, which takes each reader a second or two."""
 TOKEN_BYTES = 4

@@ -396,15 +396,13 @@ class StageSpread:
 
     def interrupt(self) -> None:
         """Ends every call that waits for a rank of this host, in whichever thread."""
-        for link in (self._link, self._up):
-            if link is not None:
-                link.interrupt()
+        for link in filter(None, (self._link, self._up)):
+            link.interrupt()
 
     def close(self) -> None:
         self._kept.clear()
-        for link in (self._link, self._up):
-            if link is not None:
-                link.close()
+        for link in filter(None, (self._link, self._up)):
+            link.close()
 
 
 def rank_gone(replica: Replica, rank: int, error: Exception) -> PackingError:

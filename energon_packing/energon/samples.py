@@ -80,13 +80,8 @@ class MeasuredSample(Sample):
 
 
 def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
-    """Writes a sample that was not measured to the ledger.
-
-    Raises:
-        Exception: the sample's fatal problem, if it has one.
-        PackingError: the sample has no problem either.
-        DropBudgetExceeded: raised by the ledger.
-    """
+    """Writes a sample that was not measured to the ledger, which may raise DropBudgetExceeded. Raises Exception: the
+    sample's fatal problem, if it has one; PackingError: the sample has no problem either."""
     problem = sample.problem
     if problem is None or problem.fatal is not None:
         raise (problem and problem.fatal) or PackingError(f"sample {sample.__key__} was neither measured nor refused")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, to_mapping
-from energon_packing.config.setting import changing, entries_of, marked
+from energon_packing.config.setting import before, changing, entries_of, marked
 from energon_packing.energon.internals import (
     BlendDataset,
     FlexState,
@@ -69,6 +69,9 @@ READERS = ("ranks", "workers")
 """Entries that nobody can accept as changed: Energon's states hold one part per reader."""
 
 _NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
+_NEWER |= before(EncoderConfig) | {
+    f"encoder.{name}": json.dumps(value) for name, value in before(EncoderConfig).items()
+}
 """Settings that states from before them do not have, with what that means."""
 
 

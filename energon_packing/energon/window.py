@@ -250,26 +250,22 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             ahead=shuffled_ahead(self.dataset),
         )
         before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
-        lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
-        self._drop_all(self._window.take(lost)[0])
+        self._drop_lost(self._window, range(len(self._window.buffer)))
         at = 0
         for plan, length in enumerate(self._plan_lengths):
-            lost = [at + i for i in range(length) if self._problem(self._planned.buffer[at + i])]
-            self._drop_all(self._planned.take(lost)[0])
-            self._plan_lengths[plan] -= len(lost)
+            self._plan_lengths[plan] -= self._drop_lost(self._planned, range(at, at + length))
             at += self._plan_lengths[plan]
         return before
 
-    @staticmethod
-    def _problem(sample: MeasuredSample | None) -> bool:
-        return sample is None or sample.measured is None
-
-    def _drop_all(self, samples: Sequence[MeasuredSample | None]) -> None:
-        for sample in samples:
+    def _drop_lost(self, buffer: WindowBuffer, places: range) -> int:
+        """Takes the samples that can no longer be read out of a part of a buffer; returns how many."""
+        lost = [at for at in places if buffer.buffer[at] is None or buffer.buffer[at].measured is None]
+        for sample in buffer.take(lost)[0]:
             if sample is None:
                 self.ledger.drop("<unknown>", "restore_failed", "a sample of the saved window can no longer be read")
             else:
                 account_for(sample, self.ledger)
+        return len(lost)
 
     def _fill(self, source: Iterator[MeasuredSample]) -> bool:
         """Fills the window; returns False if the source ended."""
@@ -381,14 +377,9 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._restored = state
 
     def config(self) -> dict[str, Any]:
-        return {
-            "type": type(self).__qualname__,
-            "window": self.window,
-            "balance_window": self.balance_window,
-            "fingerprint": self.fingerprint,
-            "worker_config": self.worker_config.config(),
-            "dataset": self.dataset.config(),
-        }
+        own = {name: getattr(self, name) for name in ("window", "balance_window", "fingerprint")}
+        inner = {"worker_config": self.worker_config.config(), "dataset": self.dataset.config()}
+        return {"type": type(self).__qualname__, **own, **inner}
 
 
 def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:

@@ -18,6 +18,9 @@ MOST_DEATHS = 2
 NOT_YET: Final[Any] = object()
 """In an iterable of tasks: there is none now, but there may be one after the next result, which is to come."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, what is done of it, and all of it: samples, packs, shards or bytes."""
+
 type Results[Task, Result] = Generator[tuple[Task, Result], None, None]
 """Tasks with their results."""
 
@@ -119,10 +122,8 @@ class Attempts[Task]:
 def in_order[Task, Result](
     executor: Executor, tasks: Iterable[Task], work: Work[Task, Result], *, ahead: int
 ) -> Results[Task, Result]:
-    """Yields each task with its result as `Executor.results` does, in the order of the tasks.
-
-    No more tasks than ``ahead`` are taken before the result of the first of them, so that few results wait for it.
-    """
+    """Yields each task with its result as `Executor.results` does, in the order of the tasks. No more tasks than
+    ``ahead`` are taken before the result of the first of them, so that few results wait for it."""
     given: deque[Task] = deque()  # in order, until they are yielded
     done: dict[int, Result] = {}  # by the identity of the task
 
@@ -143,10 +144,7 @@ def in_order[Task, Result](
 
 ExecutorKind = str
 EXECUTORS: Registry[ExecutorEntry] = Registry(
-    "executor",
-    folder="energon_packing.executors",
-    declared=lambda module: getattr(module, "EXECUTOR", {}),
-    setting="--executor",
+    "executor", folder=__package__, declared=lambda module: getattr(module, "EXECUTOR", {}), setting="--executor"
 )
 
 

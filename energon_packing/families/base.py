@@ -48,6 +48,9 @@ fingerprint has all of them, in this order, and ``processor_settings`` of the fa
 LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
 """Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
 
+Inputs = dict[str, torch.Tensor]
+"""Inputs of a model by their Hugging Face argument names."""
+
 
 class VisionFamily(ABC):
     """One family of vision-language models, bound to a processor and to the configured limits.
@@ -187,13 +190,11 @@ class VisionFamily(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns the model inputs of one sample's media, under the Hugging Face argument names.
 
         Args:
-            plans: of all media of the sample, in conversation order.
+            plans: of all media of the sample, at least one, in conversation order.
             media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
             raw: whether inputs that `byte_forms` names are bytes in that form; otherwise they are the processor's
                 floats.
@@ -213,11 +214,8 @@ class VisionFamily(ABC):
         return np.where(input_ids == image, IMAGE, np.where(input_ids == video, VIDEO, 0))
 
     def stand_for_media(self, placeholders: Mapping[MediaKind, str], *edges: str) -> None:
-        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them.
-
-        Raises:
-            ConfigError: the tokenizer lacks one of them as a single token.
-        """
+        """Sets ``placeholders`` to tokens that stand for media as they are; ``edges`` are tokens around them. Raises
+        ConfigError: the tokenizer lacks one of them as a single token."""
         for token in edges:
             self.check_token(token)
         self.placeholders = dict(placeholders)
@@ -225,11 +223,8 @@ class VisionFamily(ABC):
         self.reserved = (*placeholders.values(), *edges)
 
     def check_token(self, token: str) -> int:
-        """Returns the id of a token that the family needs.
-
-        Raises:
-            ConfigError: the tokenizer does not have it as a single token.
-        """
+        """Returns the id of a token that the family needs. Raises ConfigError: the tokenizer lacks it as a single
+        token."""
         # The second builds the whole vocabulary as a new dictionary.
         for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
             if (token_id := vocabulary().get(token)) is not None:

@@ -13,7 +13,7 @@ from PIL import ImageFont
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import IMAGE, VIDEO, MediaPlan, ask
+from energon_packing.families.base import IMAGE, VIDEO, Inputs, MediaPlan, ask
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.thd.fields import TokenField
 
@@ -93,9 +93,7 @@ class Ernie45VL(Qwen25VL):
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return seconds
 
-    def _patches_of_videos(
-        self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
-    ) -> dict[str, torch.Tensor]:
+    def _patches_of_videos(self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool) -> Inputs:
         from transformers.video_utils import VideoMetadata
 
         # At one frame per second the index of a frame is its time, which a list of frames may give freely.

@@ -8,7 +8,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
@@ -89,12 +89,8 @@ class Gemma3(VisionFamily):
     def byte_forms(self) -> dict[str, PixelForm]:
         return image_forms(self.images)
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops."""
-        if not media:
-            return {}
         made = ask(self.images, raw, images=list(media), input_data_format="channels_first")
         self.check_tiles(plans, (1 + int(crops) for crops in made["num_crops"]))
         return {"pixel_values": made["pixel_values"]}

@@ -8,7 +8,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily
+from energon_packing.families.base import Inputs, MediaPlan, VisionFamily
 from energon_packing.families.geometry import check_pinpoints, check_tiles
 from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.thd.pixels import Layout, PixelForm
@@ -125,12 +125,8 @@ class HuggingFace(VisionFamily):
         form = form_of(getattr(self.processor, "image_processor", None), self._layout)
         return {} if form is None else {"pixel_values": form}
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns everything but text that the processor makes, in one call with all images of the sample."""
-        if not media:
-            return {}
         ids, visual = self._ask(list(media), raw=raw)
         written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
         if written != planned:

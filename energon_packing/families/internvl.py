@@ -9,7 +9,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, ask, require
+from energon_packing.families.base import IMAGE_SIZES, Inputs, MediaPlan, VisionFamily, ask, require
 from energon_packing.families.geometry import (
     MOST_TILES,
     VIDEO_FRAMES,
@@ -118,9 +118,7 @@ class InternVL(VisionFamily):
             return {}
         return {"pixel_values": form}
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
         if raw and plans:
             return {"pixel_values": self._bytes(plans, media)}

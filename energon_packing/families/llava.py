@@ -8,7 +8,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
@@ -87,11 +87,7 @@ class Llava(VisionFamily):
     def byte_forms(self) -> dict[str, PixelForm]:
         return image_forms(self.images)
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
-        if not media:
-            return {}
         made = ask(self.images, raw, images=list(media), input_data_format="channels_first")
         return {"pixel_values": made["pixel_values"]}

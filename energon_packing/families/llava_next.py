@@ -7,7 +7,7 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
-from energon_packing.families.base import MediaPlan
+from energon_packing.families.base import Inputs, MediaPlan
 from energon_packing.families.geometry import check_pinpoints
 from energon_packing.families.llava import Llava
 from energon_packing.families.pixel_forms import RAW
@@ -39,9 +39,7 @@ class LlavaNext(Llava):
         tiles = 1 + rows * columns
         return MediaPlan(kind="image", grid=(tiles, *self.tile_grid), runs=(tokens,), tiles=tiles)
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width).
 
         By default the processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which

@@ -9,7 +9,7 @@ import torch
 from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import MediaPlan, ask, require
+from energon_packing.families.base import Inputs, MediaPlan, ask, require
 from energon_packing.families.geometry import chosen_frames, shown_frames, uniform_frames
 from energon_packing.families.llava_next import LlavaNext
 from energon_packing.families.pixel_forms import form_of
@@ -95,9 +95,7 @@ class LlavaOneVision(LlavaNext):
         frames = form_of(self.videos, "images")
         return {} if frames is None else {**forms, "pixel_values_videos": frames}
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``.
 
         With images there is also ``batch_num_images`` ``[1]``, which distinguishes a single image from one of several.

@@ -10,7 +10,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, ask
+from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.pixel_forms import image_forms
 from energon_packing.thd.pixels import PixelForm
 
@@ -83,16 +83,12 @@ class Pixtral(VisionFamily):
         """Returns the form of images; their padding is 0 after normalisation and is found by ``image_sizes``."""
         return image_forms(self.images, sizes="image_sizes")
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``, or ``[bytes]`` if ``raw``, and ``image_sizes`` ``[images,
         2]`` (height, width without padding).
 
         Numbers are padded below and to the right to the largest of the sample; the models cut the padding off.
         """
-        if not media:
-            return {}
         form: dict[str, Any] = {"patch_size": self.side, "input_data_format": "channels_first"}
         if raw:  # each for itself: one call pads all to the largest
             each = [ask(self.images, raw, images=[image], **form) for image in media]

@@ -13,7 +13,7 @@ import torch
 from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, ask, require
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, Inputs, MediaPlan, VisionFamily, ask, require
 from energon_packing.families.geometry import (
     VIDEO_FRAMES,
     chosen_frames,
@@ -164,11 +164,8 @@ class Qwen25VL(VisionFamily):
         return rows // patch, columns // patch
 
     def _fixed_frames(self) -> int | None:
-        """Returns how many frames ``num_frames`` of the processor takes of a long clip; None if a rate decides.
-
-        Raises:
-            ConfigError: the settings of its clips cannot be followed.
-        """
+        """Returns how many frames ``num_frames`` of the processor takes of a long clip; None if a rate decides. Raises
+        ConfigError: the settings of its clips cannot be followed."""
         videos, sides = self.videos, ("merge_size", "patch_size")
         for name, image, video in ((name, getattr(self.images, name), getattr(videos, name)) for name in sides):
             if image != video:
@@ -274,9 +271,7 @@ class Qwen25VL(VisionFamily):
         images, videos = self._image_patches.form, self._video_patches.form
         return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),
         ``image_grid_thw`` and ``video_grid_thw`` ``[media, 3]``; for Qwen2.5-VL ``second_per_grid_ts`` ``[videos]``."""
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
@@ -289,9 +284,7 @@ class Qwen25VL(VisionFamily):
             result["second_per_grid_ts"] = torch.tensor([plan.seconds_per_grid or 0.0 for plan in clips]).float()
         return result
 
-    def _patches_of_videos(
-        self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
-    ) -> dict[str, torch.Tensor]:
+    def _patches_of_videos(self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool) -> Inputs:
         return self._video_patches(videos, raw=raw)
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:

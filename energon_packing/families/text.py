@@ -8,7 +8,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, Inputs, MediaPlan, VisionFamily
 from energon_packing.families.geometry import VIDEO_FRAMES
 
 
@@ -33,7 +33,5 @@ class Text(VisionFamily):
     def replacement(self, plan: MediaPlan) -> str:
         return ""
 
-    def pixels(
-        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
-    ) -> dict[str, torch.Tensor]:
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         return {}

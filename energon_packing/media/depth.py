@@ -40,9 +40,7 @@ class GreyRange(NamedTuple):
 
 def grey_range(image: Image.Image) -> GreyRange | None:
     """Returns the range of an opened image's samples, from its header alone; None for 8 bits, which are not scaled.
-
-    ``unsupported_depth`` if the format does not define which samples are black and white.
-    """
+    ``unsupported_depth`` if the format does not define which samples are black and white."""
     white: float | None = {"F": 1.0, "I": None}.get(image.mode, 65535.0 if image.mode in _SIXTEEN_BITS else 0.0)
     inverted = False
     tags = getattr(image, "tag_v2", None)

@@ -23,6 +23,10 @@ _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
 _NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
 
 
+Sides = tuple[float, float]
+"""Height and width."""
+
+
 class ScaledImage(NamedTuple):
     """An image that may have been decoded at a part of its size: uint8 ``[3, h, w]``, a read-only view of rows of
     pixels; and the width and height of the whole image in pixels, as displayed."""
@@ -33,12 +37,7 @@ class ScaledImage(NamedTuple):
 
 
 def decode_scaled_image(
-    data: bytes,
-    least: tuple[float, float] | None,
-    *,
-    max_pixels: int,
-    max_bytes: int | None = None,
-    on_white: bool = True,
+    data: bytes, least: Sides | None, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True
 ) -> ScaledImage:
     """Decodes an image as `decode_image` does; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is at
     least ``least`` (height, width as displayed), the size of the whole image unless that is None.
@@ -100,7 +99,7 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, 
     return decode_scaled_image(data, None, max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white).pixels
 
 
-def _scale(image: Image.Image, least: tuple[float, float]) -> tuple[int, int] | None:
+def _scale(image: Image.Image, least: Sides) -> tuple[int, int] | None:
     """Makes Pillow decode a JPEG file at a part of its size; returns width and height as displayed, None if not."""
     if image.format != "JPEG":
         return None

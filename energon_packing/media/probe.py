@@ -510,21 +510,14 @@ def named_size(file: BinaryIO) -> int | None:
 
 def _element(file: BinaryIO) -> tuple[int, int | None]:
     """Returns id and size of the EBML element that begins here (RFC 8794, sections 4 to 6); the size is None if
-    unknown.
-
-    Raises ValueError if there is none.
-    """
-    identifier, _ = _variable_integer(file, longest=4)
-    size, width = _variable_integer(file, longest=8)
-    value = size & ((1 << 7 * width) - 1)  # without the marker of the width
-    return identifier, None if value == (1 << 7 * width) - 1 else value
-
-
-def _variable_integer(file: BinaryIO, *, longest: int) -> tuple[int, int]:
-    """Returns an EBML number and its width in bytes; the zeros before the first 1 bit encode the width."""
-    first = file.read(1)
-    width = 9 - first[0].bit_length() if first else 9
-    data = first + file.read(width - 1)
-    if width > longest or len(data) < width:
-        raise ValueError("no EBML number")
-    return int.from_bytes(data, "big"), width
+    unknown. Raises ValueError if there is none."""
+    numbers: list[int] = []
+    for longest in (4, 8):
+        first = file.read(1)
+        width = 9 - first[0].bit_length() if first else 9  # bytes: the zeros before the first 1 bit encode the width
+        data = first + file.read(width - 1)
+        if width > longest or len(data) < width:
+            raise ValueError("no EBML number")
+        numbers.append(int.from_bytes(data, "big"))
+    value = numbers[1] & ((1 << 7 * width) - 1)  # without the marker of the width
+    return numbers[0], None if value == (1 << 7 * width) - 1 else value

@@ -67,12 +67,8 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 def _call_llava(model: Any, batch: StageBatch) -> Any:
     inner = innermost(model)
     more = inputs_of(model, replace(batch, visual_inputs=None))  # checks of media are the next lines'
-    inputs = llava_inputs(
-        batch,
-        placeholder=image_placeholder(),
-        image_token_index=inner.image_token_index,
-        tokens_per_tile=inner.img_seq_len,
-    )
+    token, tile = inner.image_token_index, inner.img_seq_len
+    inputs = llava_inputs(batch, placeholder=image_placeholder(), image_token_index=token, tokens_per_tile=tile)
     # Images are passed by position, because the mixed-precision wrapper casts those. The mask is passed by name and so
     # is not cast: weights of targets would lose digits in 16 bits.
     return model(inputs.pop("images"), attention_mask=None, packed_seq_params=batch.packed_seq_params, **inputs, **more)

@@ -16,7 +16,6 @@ from itertools import pairwise
 import numpy as np
 
 from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
-from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.plan import ROUNDING
@@ -75,7 +74,7 @@ def _weights_of_the_blend(
     blended = [number for number in used if datasets[number].weight is not None]
     if not blended or config.weights_by == "none":
         return [None] * len(datasets)
-    blends = sorted({f"{datasets[number].path} ({datasets[number].split})" for number in blended})
+    blends = sorted({f"{datasets[number].path} ({datasets[number].asked})" for number in blended})
     if len(blended) < len(used) or len(blends) > 1:
         others = [datasets[number].name for number in used if number not in blended]
         beside = f"{', '.join(others)} has none" if others else f"so does {blends[1]}"
@@ -91,11 +90,9 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
     names: defaultdict[str, list[int]] = defaultdict(list)
     short: defaultdict[str, list[int]] = defaultdict(list)
     for number, dataset in enumerate(datasets):
-        whole = {dataset.name, dataset.path, dataset.root}
-        for name in whole:
+        for name in dataset.names:
             names[name].append(number)
-        above = [os.path.dirname(dataset.root)] if os.path.basename(dataset.root) == TEXT_DIRECTORY else []
-        for name in {*above, *(os.path.basename(path) for path in (dataset.path, dataset.root, *above))} - whole:
+        for name in {os.path.basename(path) for path in dataset.names} - dataset.names:
             short[name].append(number)
     settings = [PlannedDatasetConfig()] * len(datasets)
     named: dict[int, str] = {}
@@ -123,6 +120,8 @@ class Blend:
 
     Attributes:
         ends: ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end.
+        shares: of each data set, as the plan or its metadataset says.
+        amount: ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample.
         repeats: how often each data set occurs in one epoch.
         groups: for each group, the numbers of its data sets, by name of the group.
         samples: what can be packed.
@@ -131,6 +130,8 @@ class Blend:
     """
 
     ends: tuple[int, ...]
+    shares: tuple[Share, ...]
+    amount: np.ndarray
     repeats: tuple[float, ...]
     groups: Mapping[str, tuple[int, ...]]
     samples: Samples
@@ -154,6 +155,8 @@ class Blend:
             groups[group].append(number)
         return cls(
             ends=tuple(ends),
+            shares=tuple(shares),
+            amount=amount,
             repeats=_repeats(shares, amounts),
             groups={name: tuple(numbers) for name, numbers in groups.items()},
             samples=samples,

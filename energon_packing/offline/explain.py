@@ -1,6 +1,7 @@
 """What a plan says about one sample, and what differs between two plans."""
 
 import bisect
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,8 @@ SHOWN = 10
 def changes(before: Plan, after: Plan) -> dict[str, Any]:
     """Compares two plans sample by sample.
 
-    A sample is its place in its source (data set, shard, row, piece); one that occurs several times is compared
-    occurrence by occurrence, in global order.
+    A sample is its place in its shard (row, piece), and a shard is what it holds, wherever it is; a sample that occurs
+    several times is compared occurrence by occurrence, in global order.
 
     Returns:
         ``same`` (whether they are the same plan), ``decided`` (settings that differ, with both values); the counts
@@ -84,7 +85,8 @@ def changes(before: Plan, after: Plan) -> dict[str, Any]:
         another length, moved or kept); and ``examples``, for the first few that entered, left, moved or were resized:
         name and pack before and after.
     """
-    shards: dict[tuple[str, str, str], int] = {}
+    records = [{each for dataset in plan.facts.datasets for each in dataset.records} for plan in (before, after)]
+    shards: dict[Any, int] = dict(zip(sorted(records[0] & records[1]), itertools.count()))
     old, new = _rows(before, shards), _rows(after, shards)
     old_keys, new_keys = _paired(old, new)
     _, in_old, in_new = np.intersect1d(old_keys, new_keys, assume_unique=True, return_indices=True)
@@ -118,15 +120,20 @@ class _Rows:
     length: np.ndarray
 
 
-def _rows(plan: Plan, shards: dict[tuple[str, str, str], int]) -> _Rows:
-    """The rows of a plan; `shards` numbers the shards of both plans and grows."""
+def _rows(plan: Plan, shards: dict[Any, int]) -> _Rows:
+    """The rows of a plan; `shards` numbers the shards of both plans, and grows by those that only one of them has with
+    this index: the other may have them with another."""
     names = ("dataset", "shard", "row", "piece", "pack", "length", "second")
     rows = pa.concat_tables(plan.tables(list(names)))
     columns = {name: rows.column(name).to_numpy().astype(np.int64) for name in names}
     number = np.zeros(columns["row"].size, dtype=np.int64)
     for at, dataset in enumerate(plan.facts.datasets):
-        # Parts of a metadataset share its path.
-        known = [shards.setdefault((dataset.root, dataset.split, each.name), len(shards)) for each in dataset.shards]
+        known = [
+            shards[record]
+            if record in shards
+            else shards.setdefault((dataset.root, each.name, each.identity["bytes"]), len(shards))
+            for record, each in zip(dataset.records, dataset.shards, strict=True)
+        ]
         here = columns["dataset"] == at
         number[here] = np.array(known, dtype=np.int64)[columns["shard"][here]]
     return _Rows(

@@ -10,6 +10,8 @@ Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans th
 
 import contextlib
 import json
+import os.path
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,9 +22,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.config import to_mapping
-from energon_packing.config.setting import marked
+from energon_packing.config.setting import before, marked
 from energon_packing.conversation import PairCounts
+from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.drops import DroppedSample, FrequentDrops
+from energon_packing.energon.data_identity import HEADER_BYTES
 from energon_packing.errors import UserError
 from energon_packing.offline.files import (
     Amount,
@@ -146,9 +150,14 @@ class IndexedDataset:
     Attributes:
         name: of its directory in the index, unique there.
         path: as it was given to ``measure``, absolute.
+        split: that its shards have.
+        asked: the split that ``measure`` was asked for: a metadataset may give parts of it another one. Empty in older
+            indexes where nothing says it, and in older plans.
         root, media_root: directories of its shards, and of those that hold its media; the same for a monolithic data
             set.
         media_shards: names of the latter, whose positions `MEDIA` counts.
+        media_states: `media_state` of each when it was measured; an empty text for one that was not there. Older
+            indexes have none.
         shards: in order.
         subflavors: of its samples, such as limits of its own.
         weight: its share of the samples in the blend of the metadataset at ``path``; None if that has no weights.
@@ -165,6 +174,30 @@ class IndexedDataset:
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     weight: Amount | None = None
     repetitions: Amount | None = None
+    asked: Name = ""
+
+    @property
+    def records(self) -> tuple[tuple[str, str], ...]:
+        """What its records are, wherever they lie: of each shard, the identifier of its index, and its name there."""
+        return tuple((shard.identity["index_uuid"], shard.name) for shard in self.shards)
+
+    @property
+    def names(self) -> set[str]:
+        """By which a user may mean it: in the index, and its places."""
+        above = {os.path.dirname(self.root)} if os.path.basename(self.root) == TEXT_DIRECTORY else set()
+        return {self.name, self.path, self.root, *above}
+
+    media_states: tuple[str, ...] = ()
+
+    @property
+    def asked_split(self) -> str:
+        """For which it was measured."""
+        return self.asked or self.split
+
+    @property
+    def of_metadataset(self) -> bool:
+        """Whether a metadataset names it."""
+        return self.path not in (self.root, os.path.dirname(self.root))
 
 
 OF_PART = ("path", "split", "root", "media_root", "subflavors", "weight", "repetitions")
@@ -211,7 +244,12 @@ class Index:
         check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
         index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
-        return replace(index, directory=file.parent)
+        splits = Counter(path for path, _ in {(it.path, it.asked_split) for it in index.datasets})
+        known = (  # older entries tell it of a data set, and where all parts of a metadataset have one split
+            replace(it, asked=it.split) if not it.asked and (splits[it.path] == 1 or not it.of_metadataset) else it
+            for it in index.datasets
+        )
+        return replace(index, directory=file.parent, datasets=tuple(known))
 
     def save(self) -> None:
         """Writes ``index.json``, whole or not at all."""
@@ -224,7 +262,8 @@ class Index:
         path = self.directory / dataset.name / shard.file
         found = read_metadata(path)
         if found is None or found.get("identity") != dict(shard.identity):
-            raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
+            what = "damaged or of another shard" if path.exists() else "missing"
+            raise UserError(f"{path} is {what}; run 'energon-packing measure' again")
         if not {*SHAPE} & {*(columns or ())} <= {*found.get("columns", ())}:
             raise UserError(f"{path} has no heights and widths of images; run 'energon-packing measure' again")
         try:
@@ -240,8 +279,12 @@ class Index:
 
 def differing_lengths(stored: Mapping[str, Any], own: Mapping[str, Any], run: AnyRun) -> list[tuple[str, Any, Any]]:
     """Compares two fingerprints of `measure.measuring_fingerprint`; see `differing`. `run` is of the samples' kind."""
-    defaults = {f"encoder.{name}": value for name, value in to_mapping(type(run.encoder)()).items()}
+    older = before(run.encoder)
+    defaults = older | {f"encoder.{name}": value for name, value in (to_mapping(type(run.encoder)()) | older).items()}
     defaults |= {f"packing.{name}": getattr(type(run.packing)(), name) for name in marked(run.packing, "newer")}
+    # What such a setting means where it is the default is not in files that lack it.
+    held = {f"packing.{name}": value for name, value in before(run.packing).items()}
+    defaults |= {name: value for name, value in held.items() if own.get(name) == value}
     return differing(_parsed(stored), _parsed(own), defaults)
 
 
@@ -287,3 +330,13 @@ def shard_status(path: Path) -> tuple[int, int]:
         return here.st_size, here.st_mtime_ns
     there = present(address)
     return there.size, there.changed
+
+
+def media_state(path: Path) -> tuple[str, int]:
+    """What tells a shard of media from another one, as `energon_packing.energon.data_identity` does: its size and, on
+    this machine, its first header; and the time of its last change. Raises OSError as `shard_status`."""
+    size, changed = shard_status(path)
+    if remote_address(path) is not None:
+        return f"{size} bytes", changed
+    with path.open("rb", buffering=0) as file:
+        return f"{size} bytes, first header {zlib.crc32(file.read(HEADER_BYTES)):08x}", changed

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ from energon_packing.offline.source import check_there
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 STATE_FORMAT = "energon_packing plan 1"
-ORDER = 2
-"""Of the packs after the plan's last one; version 1 had the plan's own order again."""
+ORDER, OLDER = 3, 2
+"""Of the packs after the plan's last one; a state of version 2 goes on in its order. Version 1 had the plan's own."""
 
 
 class PlannedLoader(LoaderBase):
@@ -114,7 +115,8 @@ class PlannedLoader(LoaderBase):
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
-        return planned_state(min(self._position, self._end or self._position), self._fingerprint)
+        state = planned_state(min(self._position, self._end or self._position), self._fingerprint)
+        return state | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
 
     def state_later(self) -> Callable[[], Any]:
         state = self.save_state()
@@ -132,7 +134,7 @@ class PlannedLoader(LoaderBase):
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
-        if position > len(self._packs) and state.get("order") != ORDER:
+        if position > len(self._packs) and state.get("order") not in (OLDER, ORDER):
             older = (
                 f"at position {position}, after the last of {len(self._packs)} packs, where the version that saved it "
                 "had another order"
@@ -143,6 +145,8 @@ class PlannedLoader(LoaderBase):
                     'data.accept_changed=["order"], or start the data over.'
                 )
             differs.append(older)
+        if self._packs.passes is not None:
+            self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
@@ -170,11 +174,13 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
         wanted = f"what the run reads; {math.ceil(1 / (rarest + 1e-12))} goes through every data set once"
     else:
         wanted = f"{-(-facts.epochs * packs // facts.packs)} or more for the {packs} packs of this run"
+    way = 'Start over with it: it has another order, and going on with data.accept_changed=["plan"] would lose samples.'
+    if all("share_reached" in each for each in facts.summary["datasets"]):  # plans have had this order since
+        way = 'A state goes on with it and data.accept_changed=["plan"]: it begins with the packs of this one.'
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
         f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
-        f"{wanted}. The longer plan begins with the packs of this one, so a run that has saved a state goes on from it "
-        'with data.accept_changed=["plan"].'
+        f"{wanted}. {way}"
     )
 
 
@@ -232,7 +238,13 @@ def loader_of(
             f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
-    check_plan(plan, config, encoder, split, free)
+    noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
+    if not plan.facts.splits:
+        several = f"{plan.path} has samples of several splits, of which its version did not note the one asked for"
+        if "plan" not in config.data.accept_changed or evaluation is not None:
+            raise ConfigError(f'{several}; measure and plan again and start over, or set data.accept_changed=["plan"].')
+        warnings.warn(f"{several}; all are read (data.accept_changed).", stacklevel=2)
+    check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)
     check_there(packs.roots())
     return PlannedLoader(
@@ -257,17 +269,19 @@ def loader_of(
     )
 
 
-def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free: Collection[str] = ()) -> None:
+def check_plan(
+    plan: Plan, config: AnyRun, encoder: Any, split: str | None, free: Collection[str] = (), alone: bool = False
+) -> None:
     """Compares a run with the plan that it is to read, but for the names of the encoder's fingerprint that are `free`;
-    `split` must be the plan's own if it is given. Raises ConfigError: a setting on which the packs depend differs, and
-    both values are named; or the run does not pack."""
+    `split` must be one of the plan's if it is given, and if it has to be `alone`, the only one. Raises ConfigError: a
+    setting on which the packs depend differs, and both values are named; or the run does not pack."""
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
-    splits = {dataset.split for dataset in plan.facts.datasets}
-    if split is not None and splits != {split}:
+    splits, held = plan.facts.splits, ", ".join(sorted({each.asked_split for each in plan.facts.datasets}))
+    if splits and split is not None and (split not in splits or (alone and len(splits) > 1)):
         raise ConfigError(
-            f"{plan.path} is a plan of the split {', '.join(sorted(splits))}, not of {split!r}; name a plan of that "
-            "split, or a data set."
+            f"{plan.path} is a plan of the split {held}, not of {split!r}{' alone' if split in splits else ''}; name a "
+            "plan of that split or a data set, or have the run ask for its split if these samples are meant."
         )
     if isinstance(config, RunConfig):
         pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
@@ -280,10 +294,8 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None, free
             )
     length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:
-        raise ConfigError(
-            f"{plan.path} has rows of packing.seq_length {length}, but this run has {config.packing.seq_length}; plan "
-            "again."
-        )
+        own = config.packing.seq_length
+        raise ConfigError(f"{plan.path} has rows of packing.seq_length {length}, but this run has {own}; plan again.")
     if multiple % encoder.multiple:
         raise ConfigError(
             f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "

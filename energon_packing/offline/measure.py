@@ -5,11 +5,13 @@ Every sample of a shard becomes one row of the index, without a pixel.
 
 import hashlib
 import json
+import os.path
 import re
 import socket
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import batched
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from energon_packing.convert.layout import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
@@ -36,12 +39,13 @@ from energon_packing.offline.index import (
     IndexedDataset,
     IndexedShard,
     differing_lengths,
+    media_state,
     schema_of,
     shard_status,
 )
-from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
-from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, source_parts
-from energon_packing.remote_files import check_local, shown
+from energon_packing.offline.shared_work import SharedConfig, work_shared
+from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
+from energon_packing.remote_files import check_local, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 _ROWS = 8192
@@ -90,6 +94,7 @@ class ShardMeasurer:
     Attributes:
         fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
+        known: data set's name -> name of each shard of media -> its `media_state`, of the index that was there.
 
     Raises:
         ConfigError: the processor cannot be used.
@@ -105,6 +110,8 @@ class ShardMeasurer:
         self.pair_counts = PairCounts()
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
+        self._media: dict[str, dict[str, tuple[str, int]]] = {}
+        self.known: dict[str, dict[str, list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
@@ -119,6 +126,16 @@ class ShardMeasurer:
         if root not in self._indices:
             self._indices[root] = ShardIndex(Path(root))
         return self._indices[root]
+
+    def states_of(self, root: str, names: Collection[str]) -> dict[str, tuple[str, int]]:
+        """Of these shards of a directory of media, and those asked for before, the `media_state`, looked at once; an
+        empty text if one is not there."""
+        seen = self._media.setdefault(root, {})
+        if new := [name for name in names if name not in seen]:
+            with ThreadPoolExecutor(32) as pool:  # they wait for the storage
+                states = pool.map(lambda name: _seen(Path(root) / name, media_state, ("", 0)), new)
+                seen.update(zip(new, states, strict=True))
+        return seen
 
     def begin(self) -> None:
         """Opens files anew, since a fork may not use its parent's databases, and removes those that killed processes
@@ -143,6 +160,16 @@ class ShardMeasurer:
             return None
         now = self._made_of(task.part, self._identity(task.part, task.shard))
         if any(stored.get(name) != value for name, value in now.items()):
+            return None
+        root, name = task.part.media_root, task.directory.name
+        if (known := stored.get("media", self.known.get(name))) is None:  # older rows, which the index holds no more
+            return None
+        states = self.states_of(root, known.keys() & self.index_of(root).samples.keys())
+        others = ((it, was) for it, was in known.items() if [*states.get(it, ())][: len(was)] != was)
+        changed = dict(islice(others, 1))
+        if "media" not in stored:  # older files do not name theirs: all of a data set are compared, once
+            self.known[name] = changed
+        if changed:
             return None
         counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
         return IndexedShard(name=task.shard, identity=stored["identity"], **counts)
@@ -176,6 +203,9 @@ class ShardMeasurer:
             unwanted=self.pair_counts.unwanted - before.unwanted,
         )
         metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in SHARD_COUNTS}
+        numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
+        names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
+        metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_table(directory / known.file, self._schema, tables or [whole], metadata)
@@ -184,13 +214,7 @@ class ShardMeasurer:
         return known
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
-        path = Path(part.root) / shard
-        try:
-            size, changed = shard_status(path)
-        except OSError as error:
-            raise UserError(
-                f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
-            ) from error
+        size, changed = _seen(Path(part.root) / shard, shard_status)
         identity = {"bytes": size, "changed_ns": changed, "index_uuid": self.index_of(part.root).uuid}
         if part.media_root != part.root:  # its rows name places in shards that may change alone
             identity["media_uuid"] = self.index_of(part.media_root).uuid
@@ -250,6 +274,18 @@ def pair_counts_of(sample: Any) -> PairCounts:
     return PairCounts(samples=1, pairs=conversation.is_pair, unwanted=conversation.is_unwanted)
 
 
+def _seen(path: Path, look: Callable[[Path], tuple[Any, int]], lost: tuple[Any, int] | None = None) -> tuple[Any, int]:
+    """What `look` sees of a shard; of one that is not there `lost`, if it is given."""
+    try:
+        return look(path)
+    except OSError as error:
+        if lost is not None and isinstance(error, FileNotFoundError | NotADirectoryError):
+            return lost
+        raise UserError(
+            f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
+        ) from error
+
+
 Record = tuple[str, int | None, int | None]
 """Key of a sample, and offset and bytes of its record in the tar."""
 
@@ -297,12 +333,14 @@ class MeasureConfig(SharedConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureReport:
     """What `measure` did: shards that this command measured, those that were up to date, and those that other ranks
-    have not measured yet. While some are missing, there is no index."""
+    have not measured yet. While some are missing, there is no index. `changes` are sentences about data sets that were
+    replaced or left out."""
 
     index: Index | None
     measured: int
     reused: int
     missing: int
+    changes: tuple[str, ...] = ()
 
 
 def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
@@ -319,55 +357,57 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     measurer = ShardMeasurer(run)
     before = _index(config.out, measurer)  # refused before anything is measured
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
+    for each in before.datasets:
+        states = zip(each.media_shards, each.media_states, strict=False)
+        measurer.known[each.name] = {name: [state] for name, state in states}
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
-    names = [_name(part) for part in parts]
+    names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
-    held = {each.split for each in before.datasets}
-    if held and held.isdisjoint(part.split for part in parts):
-        raise UserError(
-            f"{config.out} holds the split {', '.join(sorted(held))}, and a plan takes all that an index holds; "
-            f"measure the split {config.split} into an index of its own"
-        )
     if isinstance(run, RunConfig):
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        with locked(config.out):  # so that a file system without locks is told of before the work
-            pass
+        with locked(config.out):  # and so a file system without locks is told of before the work
+            if not _index(config.out, measurer).fingerprint:  # commands of another encoder are refused from now on
+                Index(directory=config.out, encoder=to_mapping(run.encoder), fingerprint=measurer.fingerprint).save()
     except OSError as error:
         raise unwritable(config.out, error, "measure") from error
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
     shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
-    shared = work_shared(
+    work = work_shared(
         config,
-        [MeasureTask(number, *each) for number, each in enumerate(shards)],
+        # With the names of all shards, tasks would be as large as there are tasks.
+        [MeasureTask(number, replace(part, shards=()), shard, at) for number, (part, shard, at) in enumerate(shards)],
         measurer,
         there=measurer.measured,
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],
         progress=lambda done, total: progress("measure", done, total),
         directories=directories,
     )
-    index = None
-    if not shared.missing:
-        measured = iter(shared.results)
+    index: Index | None = None
+    changes: tuple[str, ...] = ()
+    if not work.missing:
+        measured = iter(work.results)
         datasets = [
             IndexedDataset(
                 name=name,
-                media_shards=measurer.index_of(part.media_root).shards,
+                asked=config.split,
+                media_shards=(media := measurer.index_of(part.media_root).shards),
+                media_states=tuple(it for it, _ in map(measurer.states_of(part.media_root, media).__getitem__, media)),
                 shards=tuple(next(measured) for _ in part.shards),
                 **{each: getattr(part, each) for each in OF_PART},
             )
             for name, part in zip(names, parts, strict=True)
         ]
         try:
-            index = _saved(config, measurer, datasets)
+            index, changes = _saved(config, measurer, datasets)
         except OSError as error:
             raise unwritable(config.out, error, "measure") from error
-    return MeasureReport(index=index, measured=shared.done, reused=shared.reused, missing=shared.missing)
+    return MeasureReport(index=index, measured=work.done, reused=work.reused, missing=work.missing, changes=changes)
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:
@@ -385,29 +425,78 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index:
     return index
 
 
-def _saved(config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]) -> Index:
-    """Writes the index with the data sets of this command in it, beside those that are there.
+def _saved(
+    config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]
+) -> tuple[Index, tuple[str, ...]]:
+    """Writes the index with the data sets of this command in it, beside those that are there, and tells what changed.
 
-    A part that its metadataset no longer names is left out, and so is what has got another name, with its metadataset.
+    What has got another place takes that of its entry, since plans follow the order of entries. A part is left out that
+    its metadataset no longer names, under its name or that of the metadataset that took its place.
     """
-    measured = {(each.root, each.split) for each in datasets} | {(each.path, config.split) for each in datasets}
     named = {each.name: each for each in datasets}
+    of_place = {(each.root, each.split): each for each in datasets}
+    of_records = {each.records: each for each in datasets if each.records}
+    named_by = {each.path: each.path for each in datasets}
+    placed: dict[str, IndexedDataset] = {}
+    changes = []
     with locked(config.out):
         there = _index(config.out, measurer).datasets  # another command may have added a data set meanwhile
-        kept = (
-            it for it in there if it.name in named or measured.isdisjoint([(it.root, it.split), (it.path, it.split)])
-        )
+        for it in there:
+            same = named.get(it.name)
+            if same is None and it.asked in ("", config.split):
+                same = of_records.get(it.records) or of_place.get((it.root, it.split))
+            placed.setdefault((same or it).name, same or it)
+            if same is not None and same.root != it.root:
+                changes.append(f"{same.root} replaces {it.root} ({config.split}), which has the same samples")
+            elif same is not None and same.path != it.path:
+                changes.append(f"{it.root} ({it.split}) is what {_share(same)} says of it now, no longer {_share(it)}")
+            if same is not None and it.of_metadataset and same.of_metadataset and has_moved(Path(it.path)):
+                named_by.setdefault(it.path, same.path)
+        for it in there:
+            if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in named_by:
+                del placed[it.name]
+                changes.append(
+                    f"{it.root} ({it.split}) is no longer in the index: {named_by[it.path]} does not name it"
+                )
         index = Index(
             directory=config.out,
-            datasets=tuple(({each.name: each for each in kept} | named).values()),
+            datasets=tuple((placed | named).values()),
             encoder=to_mapping(measurer.run.encoder),
             fingerprint=measurer.fingerprint,
         )
         index.save()
-    return index
+    return index, tuple(changes)
 
 
-def _name(part: SourcePart) -> str:
-    """Directory of a part in the index: readable, and unique for root and split."""
+def _share(part: IndexedDataset) -> str:
+    shares = [f"{name} {value:g}" for name in ("weight", "repetitions") if (value := getattr(part, name)) is not None]
+    return " with ".join([part.path, *shares])
+
+
+def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = None, prune: bool = False) -> list[str]:
+    """Takes data sets out of an index: those named, of one `split` or all, or those that moved away. Their rows stay,
+    so that measuring them again is quick. Returns what it did. Raises UserError: there is no index, it has no such data
+    set, or it cannot be written."""
+    Index.open(out)
+    try:
+        with locked(out):
+            index = Index.open(out)
+            held = [it for it in index.datasets if split in (None, it.asked_split)]
+            taken = [it for it in held if prune and has_moved(Path(it.root))]
+            for path in remove:
+                meant = {str(path), remote_address(path) or os.path.abspath(path)}
+                named = [it for it in held if meant & it.names]
+                if not named:
+                    raise UserError(f"{out} holds no {path} of {split or 'any split'}; --list shows what it holds")
+                taken += [it for it in named if it not in taken]
+            replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
+    except OSError as error:
+        raise unwritable(out, error, "measure") from error
+    return [f"{it.root} ({it.asked_split}) is removed" for it in taken]
+
+
+def _name(part: SourcePart, asked: str) -> str:
+    """Directory of a part in the index: readable, and unique for root and split, and the split that was asked for."""
     readable = re.sub(r"[^A-Za-z0-9]+", "-", f"{Path(part.path).name}-{part.split}").strip("-")[:40]
-    return f"{readable}-{hashlib.sha256(f'{part.root}\0{part.split}'.encode()).hexdigest()[:8]}"
+    unique = "\0".join([part.root, part.split, *([asked] if asked != part.split else [])])
+    return f"{readable}-{hashlib.sha256(unique.encode()).hexdigest()[:8]}"

@@ -11,9 +11,12 @@ A step takes the next D packs and lasts as long as the costliest, so packs of si
    average ones. The sum of deviations from the mean is a walk, and two of its places never differ by more than that if
    none is further than half of it from zero.
 
-What an epoch has too many for whole groups is a group shared with the next epoch, of packs of similar cost; at the end
-of the plan it is left as it is.
+What an epoch has too many for whole groups, and all of a small one, is cut into pieces of neighbours in cost: parts of
+a group as in 3, of the largest size that fits, then the next. So steps of these sizes are even too. Where an epoch
+has begun a group, the next one goes on with pieces that cost about as much as the packs beside them in a part.
 """
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,52 +28,51 @@ SHARE = 0.05
 """How near."""
 DRAWS = 256
 """Orders of a block that are drawn at a time."""
-TIMES = 16
-"""How often, before one is built step by step. That is needed only where groups
-vary in cost by about a third."""
+TIMES, HOPELESS = 16, 1.25
+"""How often, before one is built step by step; and how far outside the bounds the best of those drawn may be for more
+draws. Building is needed only where groups vary in cost by about a third."""
 
 
-def balanced_order(costs: np.ndarray, *, group: int, start: int, near: float | None, seed: list[int]) -> np.ndarray:
+def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: list[int]) -> np.ndarray:
     """The order of one epoch's packs: positions ``[P]`` int64, each once.
 
     Args:
         costs: ``[P]`` of the packs.
         group: packs of a step at the largest data-parallel size.
-        start: packs before this epoch.
-        near: mean cost of the incomplete group at the end of the epoch before, which this epoch completes.
+        before: costs of the packs of the group, not whole yet, with which the epochs before this one end.
         seed: of all random choices.
     """
     random = np.random.default_rng(seed)
     costs = np.asarray(costs, dtype=np.float64)
     shuffled = random.permutation(costs.size)  # packs of equal cost are in random order
     ascending = shuffled[np.argsort(costs[shuffled], kind="stable")]
-    ahead = min(-start % group, costs.size)
-    head, ascending = _taken(ascending, costs, ahead, near, random)
-    behind = ascending.size % group
-    middle = float(costs[ascending].mean()) if ascending.size else None
-    tail, ascending = _taken(ascending, costs, behind, middle, random)
-    parts = [random.permutation(head)]
+    sizes, known, parts = _sizes(group), np.asarray(before, dtype=np.float64), []
+    for at, size in _pieces(known.size, known.size + costs.size, sizes):
+        begun = at % sizes[sizes.index(size) - 1] if size < group else 0
+        if not begun:
+            break
+        piece, ascending = _taken(ascending, costs, size, float(known[-begun:].mean()))
+        parts.append(_shuffled_inside(piece[None], random).ravel())
+        known = np.concatenate([known, costs[piece]])
+    middle = float(costs[ascending].mean()) if ascending.size else 0.0
+    tail, ascending = _taken(ascending, costs, ascending.size % group, middle)
     groups = _groups(ascending, group, random)
     if len(groups):
         means = costs[groups].mean(axis=1)
         order = _level_order(means, float(costs.mean()), random)
         parts.append(_shuffled_inside(groups[order], random).ravel())
-    parts.append(random.permutation(tail))
-    return np.concatenate(parts)
+    for _, size in _pieces(0, tail.size, sizes):  # from either end, so that what is left are neighbours too
+        at = int(random.integers(2)) * (tail.size - size)
+        parts.append(_shuffled_inside(tail[None, at : at + size], random).ravel())
+        tail = np.delete(tail, slice(at, at + size))
+    return np.concatenate([ascending[:0], *parts])
 
 
-def incomplete_group(costs: np.ndarray, start: int, group: int) -> float | None:
-    """Mean cost of the packs that the next epoch has to complete to a group; None if there are none. `costs` are
-    ``[P]`` of an epoch's packs in their order, `start` packs are before it."""
-    left = (start + costs.size) % group
-    return float(costs[-min(left, costs.size) :].mean()) if left and costs.size else None
-
-
-def order_again(start: int, stop: int, *, position: int, group: int, seed: list[int]) -> np.ndarray:
+def order_again(start: int, stop: int, position: int, group: int, seed: list[int], older: bool = False) -> np.ndarray:
     """Another order of the packs ``[start, stop)`` of an epoch, ``[stop - start]`` int64, each once: its whole groups
-    change places, and so do the packs inside each. A step is as even as it was, but for those that hold the first or
-    the last packs of an epoch. ``position`` is that of the first of them; where steps would straddle two groups, a part
-    of a group comes first. ``group`` and ``seed``: as for `balanced_order`."""
+    change places, and so do the packs inside each, and the pieces that make up the rest. ``position`` is that of the
+    first of them: where steps would straddle two pieces, a part of one comes first. ``group`` and ``seed``: as for
+    `balanced_order`. ``older``: the order of versions that did not cut the rest, which their states go on with."""
     random = np.random.default_rng(seed)
     first = min(-(-start // group) * group, stop)
     last = max(stop // group * group, first)
@@ -78,24 +80,56 @@ def order_again(start: int, stop: int, *, position: int, group: int, seed: list[
     groups = random.permutation(np.arange(first, last).reshape(-1, group))
     groups = _shuffled_inside(groups, random) if len(groups) else groups
     ahead = -position % group
-    if ahead != head.size and len(groups):
-        head, tail = groups[0, :ahead], np.concatenate([groups[0, ahead:], tail, head])
-        groups = groups[1:]
-    return np.concatenate([head, groups.ravel(), tail])
+    if older:
+        if ahead != head.size and len(groups):
+            head, tail = groups[0, :ahead], np.concatenate([groups[0, ahead:], tail, head])
+            groups = groups[1:]
+        return np.concatenate([head, groups.ravel(), tail])
+    sizes = _sizes(group)
+    left: dict[int, list[np.ndarray]] = {size: [] for size in sizes}
+    for at, size in (*_pieces(start, first, sizes), *_pieces(last, stop, sizes)):
+        left[size].append(np.arange(at, at + size))
+    parts, at, end = [head[:0]], position, position + stop - start
+    while at < end:
+        _, wanted = next(_pieces(at, end, sizes))
+        whole = (end - at) // group if wanted == group else 0
+        if whole and len(groups):
+            piece, groups = groups[:whole].ravel(), groups[whole:]
+        else:
+            if not any(left[size] for size in sizes if size >= wanted) and len(groups):
+                left[group], groups = [groups[0]], groups[1:]
+            of = min((size for size in sizes if left[size]), key=lambda size: (size < wanted, abs(size - wanted)))
+            piece = left[of].pop()
+            while piece.size > wanted:
+                piece, *others = random.permutation(piece.reshape(-1, sizes[sizes.index(piece.size) + 1]))
+                left[piece.size] += others
+            piece = _shuffled_inside(piece[None], random).ravel()
+        parts.append(piece)
+        at += piece.size
+    return np.concatenate(parts)
 
 
-def _taken(
-    ascending: np.ndarray, costs: np.ndarray, count: int, near: float | None, random: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def _sizes(group: int) -> list[int]:
+    """Packs of a group, of its parts, of their parts, and so on to 1; see `_shuffled_inside`."""
+    return [group, *(group // int(product) for product in np.cumprod(_factors(group)))]
+
+
+def _pieces(at: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cuts the positions ``[at, stop)`` into the fewest pieces of these sizes: the position and size of each, which
+    divides its position."""
+    while at < stop:
+        size = next(each for each in sizes if at % each == 0 and at + each <= stop)
+        yield at, size
+        at += size
+
+
+def _taken(ascending: np.ndarray, costs: np.ndarray, count: int, near: float) -> tuple[np.ndarray, np.ndarray]:
     """`count` neighbours in order of cost, and the rest. They cost about `near` on average."""
     if count == 0:
         return ascending[:0], ascending
-    if near is None:
-        at = int(random.integers(0, ascending.size - count + 1))
-    else:
-        sums = np.concatenate([[0.0], np.cumsum(costs[ascending])])
-        means = (sums[count:] - sums[:-count]) / count
-        at = int(np.abs(means - near).argmin())
+    sums = np.concatenate([[0.0], np.cumsum(costs[ascending])])
+    means = (sums[count:] - sums[:-count]) / count
+    at = int(np.abs(means - near).argmin())
     return ascending[at : at + count], np.delete(ascending, slice(at, at + count))
 
 
@@ -120,7 +154,7 @@ def _shuffled_inside(groups: np.ndarray, random: np.random.Generator) -> np.ndar
     for factor in _factors(size):
         size //= factor
         parts = parts.reshape(-1, factor, size)
-        places = random.random(parts.shape[:2]).argsort(axis=1)
+        places = random.random(parts.shape[:2]).argsort(axis=1, kind="stable")
         parts = np.take_along_axis(parts, places[:, :, None], axis=1)
     return parts.reshape(groups.shape)
 
@@ -156,16 +190,16 @@ def _drawn(steps: np.ndarray, walked: float, bound: float, random: np.random.Gen
     random one of those that keep the walk in bounds, or the one that leaves least."""
     for _ in range(TIMES):
         draws = random.permuted(np.tile(np.arange(steps.size), (DRAWS, 1)), axis=1)
-        walks = walked + np.cumsum(steps[draws], axis=1)
-        good = np.flatnonzero(np.abs(walks[:, :-1]).max(axis=1, initial=0.0) <= bound)
-        if good.size:
-            return np.asarray(draws[good[0]])
+        worst = np.abs(walked + np.cumsum(steps[draws], axis=1)[:, :-1]).max(axis=1, initial=0.0)
+        if worst.min() <= bound:
+            return np.asarray(draws[int((worst <= bound).argmax())])
+        if worst.min() > HOPELESS * bound:
+            break
     left = random.permutation(steps.size).tolist()
-    order = []
+    costs, order = steps.tolist(), []
     while left:
-        after = np.abs(walked + steps[left])
-        inside = np.flatnonzero(after <= bound)
-        at = int(random.choice(inside)) if inside.size else int(after.argmin())
-        order.append(left.pop(at))
-        walked += float(steps[order[-1]])
+        inside = [at for at, number in enumerate(left) if abs(walked + costs[number]) <= bound]
+        nearest = inside or [min(range(len(left)), key=lambda at: abs(walked + costs[left[at]]))]
+        order.append(left.pop(nearest[int(random.random() * len(nearest))]))
+        walked += costs[order[-1]]
     return np.array(order, dtype=np.int64)

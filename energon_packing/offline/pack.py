@@ -4,24 +4,27 @@ A shard is a range of the plan, which is a function of the plan and of what is s
 stored says a `PackFormat`.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow.compute as pc
 
 from energon_packing.config import from_mapping
+from energon_packing.config.setting import before
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.work import Progress
 from energon_packing.offline.files import remove_leftovers, unwritable
 from energon_packing.offline.loader import check_plan
 from energon_packing.offline.packed import Media, PackedFacts, Store
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.shared_work import Progress, SharedConfig, work_shared
+from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.registry import Registry
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import KINDS
@@ -38,8 +41,8 @@ PIXEL_BYTES = 3072
 """Of a token of a sample with media: most such tokens are visual, and stand for 4 patches of 3 x 16 x 16 bytes."""
 
 
-def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> tuple[int, ...]:
-    """The first pack of each shard, of at most so many packs and about `SHARD_BYTES` of what is stored."""
+def shard_firsts(plan: Plan, config: "PackConfig") -> tuple[int, ...]:
+    """The first pack of each shard, of at most ``shard_packs`` and about `SHARD_BYTES` of what is stored."""
     sizes = np.zeros(len(plan), dtype=np.int64)
     for table in plan.tables(["pack", "length", "second", "media"]):
         packs = table.column("pack").to_numpy()
@@ -47,9 +50,9 @@ def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> 
         files = table.column("media").combine_chunks()
         counts = pc.fill_null(pc.list_value_length(files), 0).to_numpy(zero_copy_only=False)
         each = tokens * TOKEN_BYTES
-        if store == "pixels":
+        if config.store == "pixels":
             each = np.where(counts > 0, tokens * PIXEL_BYTES, each)
-        elif media == "copy" and counts.any():
+        elif config.media == "copy" and counts.any():
             bytes_of = files.flatten().field("size").to_numpy(zero_copy_only=False)
             ends = np.concatenate([[0], np.cumsum(bytes_of)])
             last = np.cumsum(counts)
@@ -61,7 +64,7 @@ def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> 
     while stop < len(plan) or not firsts:
         firsts.append(stop)
         full = int(np.searchsorted(ends, ends[stop] + SHARD_BYTES, side="right")) - 1
-        stop = min(max(full, stop + 1), stop + most_packs)
+        stop = min(max(full, stop + 1), stop + config.shard_packs)
     return tuple(firsts)
 
 
@@ -139,8 +142,12 @@ class PackFormat(ABC):
         self.plan, self.run, self.config = plan, run, config
         self.encoder = KINDS.find(plan.facts.kind).packing_encoder(run)
         check_plan(plan, run, self.encoder, None)
-        self.firsts = shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs)
+        self.firsts = self.stored_firsts() or shard_firsts(plan, config)
         self.forget_open_files()
+
+    def stored_firsts(self) -> tuple[int, ...]:
+        """Returns `firsts` of another command for these packs, so that this one need not read all of the plan."""
+        return ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.plan, self.run, self.config)  # another machine loads an encoder of its own
@@ -211,8 +218,10 @@ def register_pack_format(name: str, made: Callable[[Plan, Any, PackConfig], Pack
 def run_of_plan(plan: Plan) -> Any:
     """Returns the configuration that a plan was made with; a UserError if this version does not know one of its
     settings."""
+    run, config = KINDS.find(plan.facts.kind).run_class, plan.facts.config
+    older = {name: before(get_type_hints(run)[name]) | config[name] for name in ("encoder", "packing")}
     try:
-        return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))
+        return from_mapping(run, {**config, **older}, where=str(plan.path))
     except ConfigError as error:
         raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
 
@@ -234,6 +243,7 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         [PackTask(number) for number in range(len(form.firsts))],
         form,
         there=lambda task: form.found(task.number),
+        absent=lambda tasks: len({form.path(task.number).name for task in tasks} - {*os.listdir(config.out)}),
         size=lambda task: len(range(*form.span(task.number))),
         progress=lambda done, total: progress("pack", done, total),
         directories=[config.out],

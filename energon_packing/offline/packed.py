@@ -20,12 +20,13 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from energon_packing.config.setting import before
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import Count, differing, read_json, write_json
 from energon_packing.offline.loader import PlannedLoader, loader_of
-from energon_packing.offline.packs import Passes, PositionedPacks
+from energon_packing.offline.packs import Passes, PositionedPacks, check_media
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
 from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
@@ -184,7 +185,7 @@ class StoredPacks[Record](PositionedPacks):
     def _open(self) -> None:
         self._shard = functools.lru_cache(maxsize=MOST_SHARDS)(self._opened_shard)
         self._files = TarFiles()
-        self._compared: set[int] = set()
+        self._compared: dict[int, set[int]] = {}
 
     def stored(self, number: int) -> Record:
         """The pack with this number, as it is stored. Raises UserError: its shard is missing, damaged, or of another
@@ -212,13 +213,13 @@ class StoredPacks[Record](PositionedPacks):
         dataset = self._packed.plan.facts.datasets[sample.dataset]
         root = Path(dataset.media_root)
         copied = media_path(self._packed.directory, self._shard_of(number))
-        if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
-            if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
-                raise UserError(
-                    f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "
-                    "another index); bring it back as it was, or measure, plan and pack again"
-                )
-            self._compared.add(sample.dataset)
+        first = any(file.shard >= 0 for file in sample.files) and not self._compared.get(sample.dataset)
+        if first and ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
+            raise UserError(
+                f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "
+                "another index); bring it back as it was, or measure, plan and pack again"
+            )
+        check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()))
         tars = [copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]) for file in sample.files]
         places = zip(sample.files, tars, strict=True)
         return PositionedMedia(self._files, {file.name: (tar, file.offset, file.size) for file, tar in places})
@@ -245,8 +246,8 @@ def check_stored(packed: Packed, encoder: Any) -> None:
     a plan leaves open, but stored packs do not."""
     kind = KINDS.find(packed.plan.facts.kind)
     own_settings = kind.stored_settings(encoder.encoder.fingerprint(), packed.facts.store)
-    for name, before, own in differing(packed.facts.encoder, own_settings):
+    for name, stored, own in differing(packed.facts.encoder, own_settings, before(kind.encoder_config)):
         raise ConfigError(
-            f"{packed.directory} was packed with {name}={before}, but this run has {own}; restore the setting, or plan "
+            f"{packed.directory} was packed with {name}={stored}, but this run has {own}; restore the setting, or plan "
             "and pack again."
         )

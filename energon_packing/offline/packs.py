@@ -7,7 +7,8 @@ import copy
 import functools
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,19 +17,20 @@ import torch.utils.data
 
 from energon_packing.drops import Shares
 from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample, Pack
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import OF_PART, Index, IndexedDataset, IndexedShard, MediaFile, shard_status
+from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, media_state, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
-from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.samples import Remeasured, RowsOfShard
+from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.remote_files import shown
-from energon_packing.sample_kind import KINDS
+from energon_packing.sample_kind import KINDS, kind_of_config
 
 
 class Passes:
@@ -36,11 +38,11 @@ class Passes:
 
     The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
     of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
-    plan may begin, comes once.
+    plan may begin, comes once. `older` is as for `order_again`.
     """
 
-    def __init__(self, facts: PlanFacts) -> None:
-        self._packs, self._facts = facts.packs, facts
+    def __init__(self, facts: PlanFacts, older: bool = False) -> None:
+        self._packs, self._facts, self.older = facts.packs, facts, older
         self._first = (0, *facts.epoch_ends)[-facts.epochs - 1]
         self._ordered = functools.lru_cache(maxsize=2)(self._order)
 
@@ -57,16 +59,16 @@ class Passes:
         at = self._first + offset
         epoch = bisect.bisect_right(self._facts.epoch_ends, at)
         start = (0, *self._facts.epoch_ends)[epoch]
-        return int(self._ordered(later + 1, epoch)[at - start])
+        return int(self._ordered(later + 1, epoch, self.older)[at - start])
 
-    def _order(self, later: int, epoch: int) -> np.ndarray:
+    def _order(self, later: int, epoch: int, older: bool) -> np.ndarray:
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
         seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
         position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
-        return order_again(start, stop, position=position, group=self._facts.max_data_parallel, seed=seed)
+        return order_again(start, stop, position, self._facts.max_data_parallel, seed, older)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self._facts,)
+        return Passes, (self._facts, self.older)
 
 
 class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
@@ -153,6 +155,21 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
 
+def check_media(dataset: IndexedDataset, files: Iterable[MediaFile], compared: set[int]) -> None:
+    """Compares the shards of these files with what was measured, each once: `compared` has those that were. Raises
+    UserError: one is missing or another."""
+    for number in {file.shard for file in files if file.shard >= 0} - compared:
+        path = inside(Path(dataset.media_root), dataset.media_shards[number])
+        if before := "".join(dataset.media_states[number : number + 1]):  # an older index does not say it
+            try:
+                now, _ = read_again(path, functools.partial(media_state, path))
+            except OSError as error:
+                raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
+            if now != before:
+                raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
+        compared.add(number)
+
+
 class PlannedSource:
     """A data set of a plan, whose shards are compared with what was measured when they are first read."""
 
@@ -162,7 +179,7 @@ class PlannedSource:
         shards = tuple(shard.name for shard in dataset.shards)
         self._part = SourcePart(shards=shards, **{name: getattr(dataset, name) for name in OF_PART})
         self._compared: set[int] = set()
-        self._media_compared = False
+        self._media_compared: set[int] = set()
         self._media_index: ShardIndex | None = None
 
     def sample(self, planned: PlannedSample) -> Any:
@@ -180,7 +197,7 @@ class PlannedSource:
                     f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
                     f"index); {REMEDY}"
                 )
-            self._media_compared = True
+        check_media(self._dataset, planned.media, self._media_compared)
         record = self._files.read(path, planned.offset, planned.size)
         media = {
             each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
@@ -263,25 +280,47 @@ class PlannedPacks(PositionedPacks):
 
 class SampleRemeasurer:
     """A `energon_packing.offline.samples.Remeasure`: reads the samples of the indexes in `directories` at their
-    positions and measures them as the run will."""
+    positions and measures them as the run will. Of `workers` each does some of the shards, as a
+    `energon_packing.executors.work.Work`; `run` is for those on other machines, which have encoders of their own."""
 
-    def __init__(self, encoder: PackingTaskEncoder, directories: Sequence[str | Path]) -> None:
-        self._encoder = encoder
+    def __init__(
+        self, encoder: Any, directories: Sequence[str | Path], workers: WorkersConfig | None = None, run: Any = None
+    ) -> None:
+        self._encoder = kind_of_config(run).task_encoder(run) if encoder is None else encoder
+        self._workers = workers or WorkersConfig(workers=0)
+        self._again = None, [Path(each).absolute() for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
-        self._sources: dict[tuple[str, str], tuple[PlannedSource, Index, dict[str, int]]] = {}
+        self._sources: dict[tuple[str, ...], tuple[PlannedSource, Index, IndexedDataset, dict[str, int]]] = {}
 
-    def __call__(self, dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        """One result per row. Raises UserError: the shard is not the one that was measured, or a sample shows that the
-        configuration cannot work."""
-        place = dataset.root, dataset.split
-        if place not in self._sources:  # data sets of 100,000 shards take a while to be compared
-            index = next(each for each in self._indexes if dataset in each.datasets)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleRemeasurer, self._again
+
+    def __call__(self, shards: Sequence[RowsOfShard]) -> list[list[Remeasured]]:
+        """For each shard, one result per row. Raises UserError: a shard is not the one that was measured, or a sample
+        shows that the configuration cannot work."""
+        executor = self._workers.executor_config().executor(len(shards))
+        tasks = ((at, it.root, it.split, it.asked, shard.name, rows) for at, (it, shard, rows) in enumerate(shards))
+        with closing(executor.results(tasks, self)) as done:
+            made = {task[0]: results for task, results in done}
+        return [made[number] for number in range(len(shards))]
+
+    begin = staticmethod(use_one_thread)
+
+    def name(self, task: tuple[int, str, str, str, str, list[int]]) -> str:
+        return f"measuring {task[4]} again"
+
+    def do(self, task: tuple[int, str, str, str, str, list[int]]) -> list[Remeasured]:
+        _, *place, name, rows = task  # a data set itself has the names of all of its shards
+        if (key := tuple(place)) not in self._sources:
+            every = ((index, each) for index in self._indexes for each in index.datasets)
+            index, dataset = next(it for it in every if [it[1].root, it[1].split, it[1].asked] == place)
             numbers = {each.name: at for at, each in enumerate(dataset.shards)}
-            self._sources[place] = PlannedSource(dataset, self._files), index, numbers
-        source, index, numbers = self._sources[place]
+            self._sources[key] = PlannedSource(dataset, self._files), index, dataset, numbers
+        source, index, dataset, numbers = self._sources[key]
+        shard = dataset.shards[numbers[name]]
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
-        unplanned: dict[str, Any] = {"dataset": 0, "shard": numbers[shard.name]}
+        unplanned: dict[str, Any] = {"dataset": 0, "shard": numbers[name]}
         unplanned |= {"length": 0, "second": 0, "piece": -1}
         results: list[Remeasured] = []
         for row, values in zip(rows, table, strict=True):

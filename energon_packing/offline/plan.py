@@ -7,12 +7,13 @@ group splits a pack. A plan holds all that reading its samples needs, so its ind
 ``PLAN.drops.jsonl`` beside it names every sample that is in no pack, and why: after the id of its plan, one JSON object
 per line, as in the ledger of an online run, with the place of the sample::
 
-    {"plan": "9f86d081884c7d659a2feaa0c55ad015"}
+    {"plan": "9f86d081884c7d659a2feaa0c55ad015", "digest": "2c26b46b68ffc68ff99b453c1d304134..."}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens; ...", "setting": "packing.seq_length",
      "dataset": "charts", "shard": "shard_0.tar", "row": 17}
 """
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,14 +29,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import Amount, Count, Name, read_as, read_metadata, replacing
+from energon_packing.offline.files import METADATA, Amount, Count, Name, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.remote_files import check_local
 
 FORMAT = 1
-ROW_GROUP = 1 << 16
-"""Rows of a row group, up to the end of the pack that crosses this number."""
+ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
+"""Rows of a row group, up to the end of the pack that crosses this number, and as few as make so many groups: each of
+thousands of readers reads a group for every pack, and all of them the list of groups."""
 ROUNDING = 1e-9
 """Of ``per_epoch`` in the summary, which has 12 digits, and of what is planned, see `energon_packing.offline.blend`."""
 CACHED = 2
@@ -136,6 +138,12 @@ class PlanFacts:
         return kind_of(self.datasets)
 
     @property
+    def splits(self) -> set[str]:
+        """For which `measure` was asked; empty where a plan of several splits was made before that was noted."""
+        held = {dataset.split for dataset in self.datasets}
+        return {dataset.asked for dataset in self.datasets} - {""} or (held if len(held) == 1 else set())
+
+    @property
     def schema(self) -> pa.Schema:
         """Columns of its rows."""
         return schema_of(SCHEMA, self.kind)
@@ -184,7 +192,7 @@ class PlanFacts:
         facts = read_as(cls, values)
         read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
-        read_as(Mapping, facts.config["packing"])
+        read_as(tuple[Mapping, Mapping], [facts.config[name] for name in ("encoder", "packing")])
         shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
         read_as(tuple[tuple[str, Amount], ...], shares)
         planned = read_as(Mapping, facts.decided["plan"])
@@ -246,10 +254,10 @@ class Plan:
                 samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
         return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
 
-    def tables(self, columns: list[str]) -> Iterable[pa.Table]:
-        """All rows, one row group at a time."""
+    def tables(self, columns: list[str] | None = None) -> Iterable[pa.Table]:
+        """All rows, one row group at a time; compared with the data sets if no columns are named."""
         for number in range(len(self.facts.row_groups)):
-            yield self._read(number, columns)
+            yield self._read(number, columns) if columns else self._group_of(number)[0]
 
     def _group_of(self, number: int) -> tuple[pa.Table, np.ndarray]:
         """A row group, and the pack of each of its rows; a UserError if a row is not in the data sets, or the packs are
@@ -268,7 +276,14 @@ class Plan:
         def read() -> pa.Table:
             if self._file is None:
                 os.stat(self.path)  # whose error names the file, as pyarrow's does not
-                self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
+                file = pq.ParquetFile(self.path, page_checksum_verification=True)
+                # Not all of it is parsed: it may name 100,000 shards.
+                if f'"id": "{self.facts.id}"'.encode() not in (file.schema_arrow.metadata or {}).get(METADATA, b""):
+                    raise UserError(
+                        f"{self.path} was replaced by another plan since this run began; bring back the plan "
+                        f"{self.facts.id}, or start again."
+                    )
+                self._file = file
             # Without threads: a loader's worker is a fork, and has a core of its own.
             return self._file.read_row_group(number, columns=columns, use_threads=False)
 
@@ -312,12 +327,33 @@ def drops_path(plan: Path) -> Path:
     return plan.with_name(f"{plan.name.removesuffix('.parquet')}.drops.jsonl")
 
 
+def hashed(tables: Iterable[pa.Table], digest: Any) -> Iterator[pa.Table]:
+    """The row groups of a plan; what its id does not cover goes into the digest, whatever the buffers are."""
+    for table in tables:
+        media = table.column("media").combine_chunks()
+        files, counts = media.flatten(), pc.fill_null(pc.list_value_length(media), 0)
+        places = [table.column(name) for name in ("key", "offset", "size")]
+        for column in (*places, counts, *map(files.field, range(files.type.num_fields))):
+            if pa.types.is_string(column.type):
+                digest.update("".join(column.to_pylist()).encode())
+                column = pc.cast(pc.binary_length(column), pa.int32())
+            digest.update(np.ascontiguousarray(column.to_numpy(zero_copy_only=False)).data)
+        yield table
+
+
+def digest_of(metadata: Mapping[str, Any] | None) -> Any:
+    """A digest of a plan's metadata as they are in the file, whatever this version reads of them; for `hashed`."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(metadata)), sort_keys=True).encode())
+
+
 @contextmanager
-def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: Sources) -> Iterator[None]:
-    """Writes the drops of a plan with this id aside. They take their place at the end, if the plan could be written."""
+def written_drops(plan: Path, facts: PlanFacts, drops: Sequence[Drop], sources: Sources) -> Iterator[Any]:
+    """Writes the drops of a plan aside. They take their place at the end, if the plan could be written; a digest of its
+    rows, which the caller completes, is then in their first line."""
+    digest = digest_of(facts.to_json())
     with replacing(drops_path(plan)) as aside:
         with aside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"plan": identifier}) + "\n")
+            file.write(json.dumps({"plan": facts.id, "digest": digest.hexdigest()}) + "\n")
             places = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))
             for drop, number, at, row in zip(drops, *(each.tolist() for each in places), strict=True):
                 dataset = sources.datasets[number]
@@ -325,16 +361,24 @@ def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: S
                 entry |= {"setting": drop.setting} if drop.setting else {}
                 entry |= {"dataset": dataset.name, "shard": dataset.shards[at].name, "row": row}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        yield
+        yield digest
+        with aside.open("r+", encoding="utf-8") as file:
+            file.write(json.dumps({"plan": facts.id, "digest": digest.hexdigest()}))
 
 
-def read_drops(plan: Path, identifier: str) -> Iterator[dict[str, Any]]:
-    """The drops of a plan with this id; a UserError if the file is missing, damaged or of another plan."""
-    path = drops_path(plan)
+def read_drops(
+    plan: Path, identifier: str, *, path: Path | None = None, digest: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The drops of a plan with this id, or those at another `path`; a UserError if the file is missing, damaged or of
+    another plan, or has another `digest` than this one."""
+    path = path or drops_path(plan)
     try:
         with path.open(encoding="utf-8") as file:
-            if json.loads(file.readline()).get("plan") != identifier:
+            head = json.loads(file.readline())
+            if head.get("plan") != identifier:
                 raise UserError(f"{path} has the drops of another plan; make the plan again.")
+            if digest is not None and head.get("digest", digest) != digest:  # plans of before have none
+                raise UserError(f"{plan} has other rows or settings than were written; make the plan again.")
             for line in file:
                 entry = json.loads(line)
                 if not isinstance(entry, dict) or not isinstance(entry.get("dropped"), str):

@@ -7,9 +7,10 @@ an online run's epoch. Figures for readers end it: histogram, fill, balance of s
 import glob
 import hashlib
 import json
+import os.path
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config import RunConfig, to_mapping
-from energon_packing.config.setting import marked
-from energon_packing.drops import WISHED, over_budget
+from energon_packing.config import PlanConfig, RunConfig, from_mapping, to_mapping
+from energon_packing.config.setting import before, marked
+from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, gathered
+from energon_packing.offline.blend import Blend, Share, gathered, shares_of
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
-from energon_packing.offline.order import balanced_order, incomplete_group
-from energon_packing.offline.plan import PlanFacts, drops_path, written_drops
+from energon_packing.offline.order import balanced_order
+from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
@@ -92,7 +93,7 @@ class OrderedPacks:
         epoch_ends: for each epoch, the number of packs up to its end.
         costs: ``[packs]`` int64, as `pack_cost`.
         bound: packs that no packer can do without, over all epochs.
-        repeats: ``[data sets]``, how often each occurs in an epoch.
+        blend: what was packed.
     """
 
     order: np.ndarray
@@ -100,17 +101,15 @@ class OrderedPacks:
     epoch_ends: tuple[int, ...]
     costs: np.ndarray
     bound: int
-    repeats: tuple[float, ...]
+    blend: Blend
 
 
 def ordered_packs(
-    sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
+    blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
     """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
-    as an epoch of their own. Raises ConfigError: the section ``plan`` does not suit the data sets; UserError: an epoch
-    has no samples."""
-    settings = config.plan
-    blend, epochs = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings), settings.epochs
+    as an epoch of their own. Raises UserError: an epoch has no samples."""
+    settings, epochs = config.plan, config.plan.epochs
     if rest is not None and rest.size:
         blend, epochs = replace(blend, rest=rest), epochs + 1
     sample_costs = samples.sizes.cost
@@ -119,7 +118,7 @@ def ordered_packs(
     sizes: list[np.ndarray] = []
     costs: list[np.ndarray] = []
     ends: list[int] = []
-    near: float | None = None
+    before = np.zeros(0, dtype=np.int64)  # costs of the packs of the last group, if it is not whole
     bounds = 0
     for epoch in range(epochs):
         rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
@@ -130,8 +129,9 @@ def ordered_packs(
         pack_costs = np.add.reduceat(sample_costs[rows], offsets[:-1])
         start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
-        chosen = balanced_order(pack_costs, group=wide, start=start, near=near, seed=[settings.seed, epoch, 3])
-        near = incomplete_group(pack_costs[chosen], start, wide)
+        chosen = balanced_order(pack_costs, group=wide, before=before, seed=[settings.seed, epoch, 3])
+        before = np.concatenate([before, pack_costs[chosen]])
+        before = before[before.size // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])
@@ -143,7 +143,7 @@ def ordered_packs(
         epoch_ends=tuple(ends),
         costs=np.concatenate(costs),
         bound=bounds,
-        repeats=blend.repeats,
+        blend=blend,
     )
 
 
@@ -212,8 +212,29 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
+def told_datasets(sources: Sources, samples: Samples, drops: Sequence[Drop], blend: Blend) -> list[dict[str, Any]]:
+    """Of each data set, its ``samples``, ``tokens`` of those that can be packed, samples ``dropped`` by reason, how
+    often an epoch has each (``per_epoch``), and its ``share_asked`` in the unit of weights, None without weights."""
+    dropped: list[Counter[str]] = [Counter() for _ in sources.datasets]
+    reasons = {drop.source: drop.reason for drop in drops}  # one of a sample whose pieces have several
+    for number, reason in zip(sources.place(np.array([*reasons], np.int64))[0].tolist(), reasons.values(), strict=True):
+        dropped[number][reason] += 1
+    weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
+    return [
+        {
+            **{name: getattr(dataset, name) for name in ("name", "path", "root")},
+            "samples": sum(shard.samples for shard in dataset.shards),
+            "tokens": int(samples.sizes.tokens[start:end].sum()),
+            "dropped": dict(dropped[number]),
+            "per_epoch": round(blend.repeats[number], 12),
+            "share_asked": round(weights[number] / sum(weights), 6) if any(weights) else None,
+        }
+        for number, (dataset, (start, end)) in enumerate(zip(sources.datasets, pairwise([0, *blend.ends]), strict=True))
+    ]
+
+
 def summary_of(
-    sources: Sources, samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+    told: Sequence[Mapping[str, Any]], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
 ) -> dict[str, Any]:
     """The figures, as plain values.
 
@@ -221,17 +242,17 @@ def summary_of(
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
-    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``), and its rows.
+    ``datasets`` are `told`, each with its rows and its ``share_reached`` in the unit of weights.
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
-    sizes = samples.sizes
+    sizes, times = samples.sizes, np.bincount(packs.order, minlength=len(samples))
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
     room = packs.costs.size * config.packing.seq_length
     text = sizes.text_tokens  # clips have it, which all are media
-    numbers = sources.place(samples.source[packs.order])[0]
-    shown = numbers[sizes.patches[packs.order] > 0] if text is None else numbers
-    rows, with_media = (np.bincount(each, minlength=len(sources.datasets)).tolist() for each in (numbers, shown))
+    counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
+    parts = [slice(*each) for each in pairwise([0, *packs.blend.ends])]
+    reached = [int((times[part] * packs.blend.amount[part]).sum()) for part in parts]
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
     own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
     batches = sorted({*own, *BATCH_SIZES})
@@ -251,11 +272,12 @@ def summary_of(
         "aligned_fill": round(aligned / room, 6),
         "of_bound": round(packs.bound / packs.costs.size, 6),
         "datasets": [
-            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
-            | {"rows": own_rows, "rows_with_media": own_media}
-            for dataset, repeats, own_rows, own_media in zip(
-                sources.datasets, packs.repeats, rows, with_media, strict=True
-            )
+            {
+                **each,
+                **{name: int(number[part].sum()) for name, number in counted.items()},
+                "share_reached": round(own / sum(reached), 6),
+            }
+            for each, part, own in zip(told, parts, reached, strict=True)
         ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
@@ -298,11 +320,13 @@ def make_plan(
     remeasure: Remeasure | None = None,
     force: bool = False,
     left: Left | None = None,
+    splits: Collection[str] = (),
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
     Args:
         directories: indexes, all measured with the encoder of `config`.
+        splits: of what was measured; none takes the only one that there is.
         out: the plan; its drops are written beside it.
         limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
@@ -321,18 +345,24 @@ def make_plan(
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
-    sources = Sources.open(directories, config)
+    sources = Sources.open(directories, config, splits)
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_measured(directories, sources, samples, config)
-    _check_drops(sources, samples, drops, config)
+    if len(samples) == 0:
+        most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
+        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
+    blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
+    told = told_datasets(sources, samples, drops, blend)
+    _check_drops(told, drops, blend.shares, sources, config.packing.drop_budget)
     rest = None if left is None else rows_left(left, sources, samples)
-    packs = ordered_packs(sources, samples, limits, config, rest)
+    packs = ordered_packs(blend, samples, limits, config, rest)
     facts = _facts(sources, samples, drops, packs, limits, config, left)
+    facts = replace(facts, summary=summary_of(told, samples, packs, limits, config))
     try:
-        with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
-            write_table(out, facts.schema, _tables(sources, samples, packs, facts), facts.to_json())
+        with written_drops(out, facts, drops, sources) as digest:  # takes its place after the plan
+            write_table(out, facts.schema, hashed(_tables(sources, samples, packs, facts), digest), facts.to_json())
     except OSError as error:
         raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
@@ -346,31 +376,41 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
         if name == "pairs":  # an older index did not count them
             known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
             replace(known, pairs=max(known.pairs, seen)).check(where, own)
-        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
-        if measured != own:
+        default = getattr(type(config.packing)(), name)
+        measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
+        if measured != own and (measured, own) != (default, before(config.packing).get(name)):
             raise ConfigError(
                 f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
                 "with this configuration."
             )
 
 
-def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: AnyRun) -> None:
-    if len(samples) == 0:
-        most = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
-        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
-    samples_read = len(sources) - len({drop.source for drop in drops if drop.reason in WISHED})
-    drops = [drop for drop in drops if drop.reason not in WISHED]
-    lost = len({drop.source for drop in drops})
-    if over_budget(lost, samples_read, config.packing.drop_budget):
+def _check_drops(
+    told: Sequence[Mapping[str, Any]], drops: Sequence[Drop], shares: Sequence[Share], sources: Sources, budget: float
+) -> None:
+    """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
+    lost, read, reasons = 0.0, 0.0, Counter[str]()
+    for each, share in zip(told, shares, strict=True):
+        asked = f"epochs {share.epochs:g}" if share.weight is None else f"weight {share.weight:g}"
+        if not each["tokens"] and share.epochs and asked not in ("epochs 1", "weight 0"):
+            raise UserError(
+                f"{each['name']} ({each['root']}) has {asked}, but none of its {each['samples']} samples can be packed "
+                f"({_most(each['dropped'])}); change what drops them, or set its epochs in plan.datasets to 0."
+            )
+        if times := each["per_epoch"]:
+            counted, size = unwished(each["dropped"], each["samples"])
+            lost, read, reasons = lost + times * counted.total(), read + times * size, reasons + counted
+    if over_budget(lost, read, budget, looks=0):
+        of = sources.place(np.array([drop.source for drop in drops], np.int64))[0].tolist()
+        first = next(it for it, at in zip(drops, of, strict=True) if it.reason in reasons and told[at]["per_epoch"])
         raise UserError(
-            f"{lost} of {samples_read} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
-            f"{drops[0].detail}), more than packing.drop_budget={config.packing.drop_budget} allows; correct the cause "
-            "or raise the budget."
+            f"{lost:.0f} of {read:.0f} samples would be dropped ({_most(reasons)}; the first is {first.key}: "
+            f"{first.detail}), more than packing.drop_budget={budget} allows; correct the cause or raise the budget."
         )
 
 
-def _reasons(drops: list[Drop]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in Counter(drop.reason for drop in drops).most_common(3))
+def _most(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).most_common(3)) or "it is empty"
 
 
 def _facts(
@@ -389,8 +429,12 @@ def _facts(
         **kind_of_config(config).decided(config, limits),
         "policy": policy_of(packing),
         "oversize": packing.oversize,
-        "plan": to_mapping(config.plan),
+        "plan": (planned := to_mapping(config.plan)),
     }
+    names = {it for each in sources.datasets for it in each.names}
+    if not planned["datasets"].keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
+        for name in [it for it in planned["datasets"] if it not in names and os.path.abspath(it) in names]:
+            planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)  # is found from elsewhere too
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
@@ -403,32 +447,51 @@ def _facts(
         "epoch_ends": packs.epoch_ends,
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
-    # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
-    digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
     sizes = samples.sizes
     columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
     rows = [column[packs.order] for column in columns if column is not None]
-    for array in (packs.offsets.astype(np.int64), *rows):
-        digest.update(np.ascontiguousarray(array).data)
     firsts, last = [0], packs.offsets.size - 1
-    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + plan_file.ROW_GROUP))) < last:
+    least = min(max(plan_file.LEAST_ROWS, packs.order.size // plan_file.MOST_GROUPS), plan_file.ROW_GROUP)
+    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + least))) < last:
         firsts.append(following)
     return PlanFacts(
-        id=digest.hexdigest()[:32],
+        id=plan_id(known, sources.datasets, [packs.offsets.astype(np.int64), *rows]),
         datasets=sources.datasets,
-        summary=summary_of(sources, samples, packs, limits, config),
         config=to_mapping(config),
         row_groups=tuple(firsts),
         **known,
     )
 
 
+def plan_id(
+    known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray], *, resolved: bool = True
+) -> str:
+    """The id of a plan. Neither settings on which no pack depends nor where the shards are count: a state of one plan
+    continues with its equal.
+
+    Args:
+        known: the fields of `PlanFacts` that `OF_ID` names.
+        rows: ``[packs + 1]`` int64, where packs begin; of each row its source in `Sources`, piece and sizes.
+        resolved: whether ``plan.datasets`` counts by what it says; in plans of before, its names did.
+    """
+    planned, held = known["decided"]["plan"], dict(known)
+    short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
+    if resolved and not planned["datasets"].keys() <= short:  # of names that change with the place, what they say
+        shares = [asdict(share) for share in shares_of(datasets, from_mapping(PlanConfig, planned, where="plan"))]
+        held["decided"] = known["decided"] | {"plan": planned | {"datasets": shares}}
+    digest = hashlib.sha256(json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())
+    for array in rows:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:32]
+
+
+OF_ID = ("fingerprint", "decided", "packs", "samples", "max_data_parallel", "epoch_ends", "drops")
+
+
 def _content(dataset: IndexedDataset) -> dict[str, Any]:
     """What a data set holds, wherever it is."""
     names = ("bytes", "index_uuid", "media_uuid")
-    shards = [
-        (shard.name, *(shard.identity[name] for name in names if name in shard.identity)) for shard in dataset.shards
-    ]
+    shards = [(it.name, *(it.identity[name] for name in names if name in it.identity)) for it in dataset.shards]
     return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
 
 

@@ -4,8 +4,7 @@
 itself: a planner is given a function that measures it again.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
-from energon_packing.config.setting import length_free_of
+from energon_packing.config.setting import before, length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
@@ -113,10 +112,10 @@ class Sources:
     shard: np.ndarray
 
     @classmethod
-    def open(cls, directories: Sequence[str | Path], config: AnyRun) -> "Sources":
-        """The data sets of these indexes, for a plan of this configuration. Raises UserError: there is no index or no
-        data set, or a data set is in two of them; ConfigError: an index was measured with another encoder; names the
-        setting."""
+    def open(cls, directories: Sequence[str | Path], config: AnyRun, splits: Collection[str] = ()) -> "Sources":
+        """The data sets of these indexes and `splits`, for a plan of this configuration. Raises UserError: there is no
+        index or no data set, one is in two of them, or they hold several splits and none is named, or lack a named one;
+        ConfigError: an index was measured with another encoder; names the setting."""
         indexes = [Index.open(each) for each in directories]
         if not any(index.datasets for index in indexes):
             raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")
@@ -125,13 +124,16 @@ class Sources:
             raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
         for index in indexes:
             _check_measured_alike(index, indexes[0], config)
-        datasets = [dataset for index in indexes for dataset in index.datasets]
-        known = Counter((dataset.root, dataset.split) for dataset in datasets)  # parts of a metadataset share its path
+        chosen = _of_splits(indexes, splits)
+        datasets = [dataset for _, dataset in chosen]
+        known: dict[Any, IndexedDataset] = {}
         for dataset in datasets:
-            if known[dataset.root, dataset.split] > 1:
+            held = (*dataset.records, (dataset.root, dataset.split))
+            if twin := next((it for each in held if (it := known.setdefault(each, dataset)) is not dataset), None):
                 raise UserError(
-                    f"{dataset.root} ({dataset.split}) is in two of the indexes, or twice in one; name only one of "
-                    "them, or measure it again."
+                    f"{dataset.root} ({dataset.asked_split}) and {twin.root} ({twin.asked_split}) hold the same "
+                    "samples, in two of the indexes or twice in one; name one of them, or remove one "
+                    "('energon-packing measure --remove')."
                 )
         shards = [
             (number, at, shard.samples)
@@ -140,7 +142,7 @@ class Sources:
         ]
         return cls(
             datasets=tuple(datasets),
-            indexes=tuple(index for index in indexes for _ in index.datasets),
+            indexes=tuple(index for index, _ in chosen),
             starts=np.cumsum([0, *(samples for _, _, samples in shards)], dtype=np.int64),
             dataset=np.array([number for number, _, _ in shards], dtype=np.int16),
             shard=np.array([at for _, at, _ in shards], dtype=np.int32),
@@ -160,9 +162,12 @@ class Sources:
 
     def table(self, number: int, columns: Sequence[str]) -> pa.Table:
         """The rows of a shard, by its number among those of all data sets. Raises UserError as `Index.rows`."""
-        dataset = int(self.dataset[number])
-        shard = self.datasets[dataset].shards[int(self.shard[number])]
-        return self.indexes[dataset].rows(self.datasets[dataset], shard, columns)
+        return self.indexes[int(self.dataset[number])].rows(*self.shard_at(number), columns)
+
+    def shard_at(self, number: int) -> tuple[IndexedDataset, IndexedShard]:
+        """A shard by its number among those of all data sets, and its data set."""
+        dataset = self.datasets[int(self.dataset[number])]
+        return dataset, dataset.shards[int(self.shard[number])]
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
         """The rows of each shard, with the number of its first source."""
@@ -170,8 +175,27 @@ class Sources:
             yield start, self.table(number, columns)
 
 
+def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[Index, IndexedDataset]]:
+    """The data sets of some splits, each with its index. Raises UserError: see `Sources.open`."""
+    every = [(index, dataset) for index in indexes for dataset in index.datasets]
+    held = {dataset.asked: dataset.path for _, dataset in every}
+    listed = ", ".join(f"{split} ({path})" for split, path in sorted(held.items()))
+    if "" in held:
+        raise UserError(
+            f"An older version measured {held['']} with several splits, and did not note for which of them; run "
+            "'energon-packing measure' again, which reads only parts of another split anew."
+        )
+    if (not splits and len(held) > 1) or not held.keys() >= {*splits}:
+        raise UserError(
+            f"The indexes hold the splits {listed}; name the one to plan with --split (of `state convert`, "
+            "with data.split), or each of several that are all "
+            "to be trained on with a --split of its own, or measure another one."
+        )
+    return [each for each in every if not splits or each[1].asked in splits]
+
+
 def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
-    own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)())
+    own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)()) | before(config.encoder)
     for name, measured, own in differing(index.encoder, own_encoder, defaults):
         if name.partition(".")[0] not in length_free_of(config.encoder):
             raise ConfigError(
@@ -188,8 +212,9 @@ def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
 Remeasured = Mapping[int, Size | tuple[str, str]]
 """What becomes of a sample under the limits of a pack: number of each piece of a split one (``KEY#0`` and so on), or -1
 for the whole, -> its sizes, or reason and detail if it is dropped."""
-Remeasure = Callable[[IndexedDataset, IndexedShard, list[int]], Sequence[Remeasured]]
-"""Measures rows of a shard again, under the limits of the run; one result per row."""
+RowsOfShard = tuple[IndexedDataset, IndexedShard, list[int]]
+Remeasure = Callable[[Sequence[RowsOfShard]], Sequence[Sequence[Remeasured]]]
+"""Measures rows of some shards again, under the limits of the run; for each shard, one result per row."""
 _Kept = tuple[int, int, Size]
 """Source, number and sizes of a piece that is packed."""
 
@@ -278,12 +303,17 @@ def _read_sizes(sources: Sources, limits: AnyLimits) -> tuple[Sizes, list[Drop]]
     return Sizes(**columns), drops
 
 
+def _by_shard(sources: Sources, wanted: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Some sources, ascending, of each shard that has any, with its number among those of all data sets."""
+    number = np.searchsorted(sources.starts, wanted, side="right") - 1
+    firsts = np.flatnonzero(np.diff(number, prepend=-1))
+    return list(zip(number[firsts].tolist(), np.split(wanted, firsts[1:]), strict=False))  # of none, one split
+
+
 def _rows_of(sources: Sources, wanted: np.ndarray, columns: list[str]) -> dict[int, dict[str, str]]:
     """Some columns of some sources, by source; reads only the shards that hold them."""
     rows: dict[int, dict[str, str]] = {}
-    number = np.searchsorted(sources.starts, wanted, side="right") - 1
-    for at in np.unique(number).tolist():
-        here = wanted[number == at]
+    for at, here in _by_shard(sources, wanted):
         table = sources.table(at, columns).take(here - sources.starts[at])
         rows.update(zip(here.tolist(), table.to_pylist(), strict=True))
     return rows
@@ -307,15 +337,12 @@ def _measured_again(
     sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
 ) -> tuple[list[_Kept], list[Drop]]:
     rows, setting = _rows_of(sources, over, ["key"]), f"packing.oversize={config.packing.oversize}"
-    shard_of = np.searchsorted(sources.starts, over, side="right") - 1
+    shards = _by_shard(sources, over)
     kept: list[_Kept] = []
     dropped: list[Drop] = []
-    for at in np.unique(shard_of).tolist():
-        wanted = over[shard_of == at].tolist()
-        dataset = sources.datasets[int(sources.dataset[at])]
-        shard = dataset.shards[int(sources.shard[at])]
-        results = remeasure(dataset, shard, [source - int(sources.starts[at]) for source in wanted])
-        for source, result in zip(wanted, results, strict=True):
+    asked = [(*sources.shard_at(at), (each - sources.starts[at]).tolist()) for at, each in shards]
+    for (_, wanted), results in zip(shards, remeasure(asked), strict=True):
+        for source, result in zip(wanted.tolist(), results, strict=True):
             for number, made in result.items():
                 name = rows[source]["key"] + ("" if number < 0 else f"#{number}")
                 if isinstance(made, tuple):

@@ -9,9 +9,6 @@ from typing import Any
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.files import remove_leftovers
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, the samples or packs that are done, and all of them that the command has to do."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:
@@ -43,17 +40,13 @@ class SharedConfig(WorkersConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedResults:
-    """What became of all shards: the result of each task, None where another command has not done it yet; and how many
-    of its share were missing when the command began, and were there."""
+    """What became of all shards: the result of each task, if all are there; how many of its share were missing when the
+    command began, and were there; and how many of all another command has not done yet."""
 
     results: list[Any]
     done: int
     reused: int
-
-    @property
-    def missing(self) -> int:
-        """Shards that other commands have not done yet."""
-        return self.results.count(None)
+    missing: int
 
 
 def work_shared(
@@ -62,6 +55,7 @@ def work_shared(
     work: Any,
     *,
     there: Callable[[Any], Any] = lambda _: None,
+    absent: Callable[[list[Any]], int] = lambda _: 0,
     size: Callable[[Any], int],
     progress: Callable[[int, int], None],
     directories: Sequence[Path] = (),
@@ -72,12 +66,13 @@ def work_shared(
         tasks: with their places in this list as ``number``. A task that `work` does to None is being done by another
             command; it comes again at the end, with ``wait`` set.
         there: the result of a task that is done already, else None.
+        absent: how many of some tasks are not done for sure, at a glance; `there` opens what was made.
         size: of a task, for `progress`, which is called with what is done and all that there is to do.
         directories: in which files are left over if the work ends with an error.
     """
     rank, world_size = getattr(config, "rank", 0), getattr(config, "world_size", 1)
-    results = [there(task) for task in tasks]
-    reused = len(results) - results.count(None)
+    results: list[Any] = [None] * len(tasks)
+    results[rank::world_size] = map(there, tasks[rank::world_size])
     # Not every world_size-th of what is left: ranks look at different times.
     mine = left = [task for task in tasks[rank::world_size] if results[task.number] is None]
     done, total = 0, sum(map(size, mine))
@@ -99,6 +94,11 @@ def work_shared(
                     remove_leftovers(directory)
             raise
         left = [replace(task, wait=True) for task in left if results[task.number] is None]
+    reused = len(tasks[rank::world_size]) - len(mine)
     # Other ranks may have finished meanwhile.
-    results = [there(task) if result is None else result for task, result in zip(tasks, results, strict=True)]
-    return SharedResults(results=results, done=len(mine), reused=reused)
+    others = [task for task in tasks if results[task.number] is None]
+    if not (missing := absent(others)):
+        for task in others:
+            results[task.number] = there(task)
+        missing = results.count(None)
+    return SharedResults(results=results, done=len(mine), reused=reused, missing=missing)

@@ -2,6 +2,7 @@
 from the index that Energon keeps, and the bytes there.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ import os.path
 import re
 import sqlite3
 import tempfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
 MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
+MOST_EXPECTED, MOST_BYTES = 4096, 1 << 28
+"""Files, and their bytes, that the kernel is told to read before they are asked for."""
 _NEAR = 1 << 16
 """Bytes between two pieces that count as following each other."""
 
@@ -81,6 +84,7 @@ class TarFiles:
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._remote = _RemotePieces()
+        self.expected: deque[tuple[Path, int, int]] = deque(maxlen=MOST_EXPECTED)
 
     def __del__(self) -> None:
         for descriptor in self._open.values():
@@ -100,6 +104,16 @@ class TarFiles:
         if len(content) != size:
             raise UserError(f"{shown(path)} ends before byte {offset + size}; the shard changed since it was measured")
         return content
+
+    def expect(self) -> None:
+        """Lets the kernel read what is `expected`, places of media, in the order of the files, several at a time."""
+        some, room = sorted(self.expected), MOST_BYTES
+        self.expected.clear()
+        for path, offset, size in some:
+            if size <= room and remote_address(path) is None:
+                room -= size
+                with contextlib.suppress(OSError):  # reading it tells more
+                    os.posix_fadvise(self._descriptor(path), offset, size, os.POSIX_FADV_WILLNEED)
 
     def _some(self, path: Path, offset: int, size: int) -> bytes:
         """As many of these bytes as there are."""
@@ -149,8 +163,10 @@ class Position(NamedTuple):
 
 
 def has_moved(root: Path) -> bool:
-    """Whether a data set is not at its path here, though no file system is missing: the last directory that is left of
-    the path holds something. Raises OSError: it cannot be looked at."""
+    """Whether a data set or metadataset is not at its path here, though no file system is missing: the last directory
+    that is left of the path holds something. Raises OSError: it cannot be looked at."""
+    if remote_address(root) is not None or os.path.isfile(root):
+        return False
     left = real = os.path.realpath(root)
     while True:
         try:
@@ -166,7 +182,7 @@ def check_there(roots: Iterable[str]) -> None:
     """Raises UserError: a data set has moved, so waiting for it is vain, or its place cannot be looked at."""
     for root in map(Path, dict.fromkeys(roots)):
         try:
-            moved = remote_address(root) is None and read_again(root, functools.partial(has_moved, root))
+            moved = read_again(root, functools.partial(has_moved, root))
         except OSError as error:
             raise UserError(f"{shown(root)} cannot be read ({error}); restore it") from error
         if moved:
@@ -187,6 +203,7 @@ class ShardIndex:
             read_again(meta, lambda: self._database.execute(look), lambda: vars(self).pop("_database", None))
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
             raise UserError(f"{shown(meta)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
+        self._numbers = {name: number for number, name in enumerate(counts)}
         self.shards: tuple[str, ...] = tuple(counts)
         """Names of the tars, in the order of their numbers."""
         self.samples: dict[str, int] = {name: int(count) for name, count in counts.items()}
@@ -209,7 +226,7 @@ class ShardIndex:
 
     def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Key of each sample of a tar, in order, with offset and bytes of its record; None if it has no record."""
-        yield from self._database.execute(_RECORDS, (self.shards.index(shard),))
+        yield from self._database.execute(_RECORDS, (self._numbers[shard],))
 
     def position(self, name: str) -> Position | None:
         """Where the file of a name lies; None if the data set has none."""
@@ -387,8 +404,11 @@ class PositionedMedia(FileStore[bytes]):
 
     def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
         self._files, self._positions, self._metadata = files, positions, metadata
+        files.expected.extend(positions.values())  # of all samples of a pack, before the first of them is rendered
 
     def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        if self._files.expected:
+            self._files.expect()
         path, offset, size = self._positions[key]
         return self._files.read(path, offset, size), None
 

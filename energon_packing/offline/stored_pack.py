@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from energon_packing import thd
+from energon_packing.conversation import PairCounts
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.decoding import MediaToDecode as StoredMedia
 from energon_packing.encoders.decoding import as_configured
@@ -355,6 +356,9 @@ class PackedPacks(StoredPacks[StoredPack]):
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
+        pairs = sum(sample.segments == 2 for sample in stored.samples)  # which an older plan did not count
+        counted = PairCounts(samples=len(stored.samples), pairs=pairs)
+        counted.check(f"pack {number} in {self._packed.directory}", self._encoder.packing.pairs)
         for sample in stored.samples:
             ledger.count_read(**self._place(sample))
         if stored.finished:
@@ -369,8 +373,10 @@ class PackedPacks(StoredPacks[StoredPack]):
                 return self._encoder.pack_of(samples, self._encoder.with_boundaries_of_run(batch))
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
+        # All, before the first is read.
+        stores = {id(sample): self._media(sample, number) for sample in stored.samples if sample.media}
         rendered = [
-            attempt(sample.key, functools.partial(self._rendered, sample, row, number), ledger, **self._place(sample))
+            attempt(sample.key, functools.partial(self._rendered, sample, row, stores), ledger, **self._place(sample))
             if sample.media
             else row
             for sample, row in self._rows(stored, stored.batch)
@@ -404,10 +410,10 @@ class PackedPacks(StoredPacks[StoredPack]):
             rendered[at] = self._sample(sample, tuple(rows))
         return [(stored.samples[at], rendered[at]) for at in sorted(rendered)]
 
-    def _rendered(self, sample: StoredSample, text: RenderedSample, number: int) -> RenderedSample:
+    def _rendered(self, sample: StoredSample, text: RenderedSample, stores: Mapping[int, Any]) -> RenderedSample:
         """The sample with its media; raises as `ConversationEncoder.render`, and a UserError if they are not where they
         were."""
-        read = functools.partial(read_media, self._media(sample, number))
+        read = functools.partial(read_media, stores[id(sample)])
         pairs = zip(text.rows, sample.media, strict=True)
         rows = tuple({**row, **self._conversations.visual_fields(media, read)} for row, media in pairs)
         return dataclasses.replace(text, rows=rows)

@@ -1,25 +1,38 @@
-"""``verify``: whether a packed directory holds what its plan says, shard by shard."""
+"""``verify``: whether a packed directory holds what its plan says, shard by shard; and whether a plan, an index or a
+directory of Bridge's Parquet files holds what was written.
+"""
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 
+from energon_packing.config.setting import before
 from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.work import Progress
+from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.files import differing, read_metadata
+from energon_packing.offline.formats.bridge_parquet import METADATA
+from energon_packing.offline.index import INDEX_FILE, Index
 from energon_packing.offline.loader import check_plan
 from energon_packing.offline.pack import AT_ONCE, run_of_plan
-from energon_packing.offline.packed import Packed, ShardEntry, check_stored, media_path, shard_path
+from energon_packing.offline.packed import DROPS_FILE, Packed, ShardEntry, check_stored, media_path, shard_path
 from energon_packing.offline.packs import PlannedPacks
-from energon_packing.offline.plan import PlannedPack
+from energon_packing.offline.plan import Plan, PlannedPack, digest_of, drops_path, hashed, read_drops
+from energon_packing.offline.planner import OF_ID, plan_id
 from energon_packing.offline.shards import ShardFile
-from energon_packing.offline.shared_work import Progress, WorkersConfig, work_shared
+from energon_packing.offline.shared_work import WorkersConfig, work_shared
 from energon_packing.remote_files import check_local, file_digest
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
@@ -101,32 +114,50 @@ class VerifyConfig(WorkersConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Why a shard is not what it should be: a sentence, about the pack of a global position or about all of it."""
+    """Why a shard, or a file without shards, is not what it should be: a sentence, about the pack of a global position
+    or about all of it."""
 
-    shard: int
+    shard: int | None
     pack: int | None
     what: str
 
     def __str__(self) -> str:
-        return f"shard {self.shard}{'' if self.pack is None else f', pack {self.pack}'}: {self.what}"
+        of_pack = "" if self.pack is None else f", pack {self.pack}"
+        return self.what if self.shard is None else f"shard {self.shard}{of_pack}: {self.what}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """What `verify` found: the first finding of each shard that is not as it should be, in order; what was read; and
-    how many packs were made anew and compared."""
+    """What `verify` found: the first finding of each shard that is not as it should be, or of all, in order; what was
+    read; and how many packs were made anew and compared."""
 
     findings: tuple[Finding, ...]
-    shards: int
-    packs: int
-    samples: int
-    remade: int
+    shards: int = 0
+    packs: int = 0
+    samples: int = 0
+    remade: int = 0
 
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
-    """Reads every shard whole, and makes a share of the packs anew. Raises UserError: the directory is no packed one,
-    or not complete; or its data sets are needed and cannot be used."""
-    packed = Packed.open(config.directory.absolute())
+    """Reads every shard whole if the plan is right, and makes a share of the packs anew; of a plan, an index or a
+    directory of Bridge's Parquet files, every file is read. Raises UserError: it is none of these, or not complete; or
+    data sets of packs are needed and cannot be used."""
+    path = config.directory.absolute()
+    if is_plan(path):
+        facts = (plan := Plan.open(path)).facts
+        return VerifyReport(findings=_told(check_rows, plan), packs=facts.packs, samples=facts.samples)
+    if (path / INDEX_FILE).is_file():
+        index = Index.open(path)
+        shards = [shard for each in index.datasets for shard in each.shards]
+        samples = sum(shard.samples for shard in shards)
+        return VerifyReport(findings=_told(_check_index, index), shards=len(shards), samples=samples)
+    if not is_packed(path) and (files := sorted(path.glob("packs-*.idx.parquet"), key=lambda it: (len(it.name), it))):
+        return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
+    packed = Packed.open(path)
+    drops = sum((Counter(entry.drops) for entry in packed.facts.shards), Counter[str]())
+    if wrong := _told(check_rows, packed.plan, drops_path(packed.plan.path).exists()):  # `pack` copies what is there
+        return VerifyReport(findings=wrong)
+    wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
     entries = packed.facts.shards
     shared = work_shared(
         config,
@@ -136,12 +167,73 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         progress=lambda done, total: progress("verify", done, total),
     )
     return VerifyReport(
-        findings=tuple(finding for finding, _ in shared.results if finding is not None),
+        findings=(*wrong, *(finding for finding, _ in shared.results if finding is not None)),
         shards=len(entries),
         packs=packed.facts.packs,
         samples=sum(entry.samples for entry in entries),
         remade=sum(remade for _, remade in shared.results),
     )
+
+
+def _told(check: Callable[..., None], *given: Any) -> tuple[Finding, ...]:
+    try:
+        check(*given)
+    except UserError as error:
+        return (Finding(shard=None, pack=None, what=str(error)),)
+    return ()
+
+
+def check_rows(plan: Plan, drops: bool = True) -> None:
+    """Compares rows, settings and `drops` of a plan with its id and its digest. Raises UserError: they are others."""
+    facts, digest = plan.facts, digest_of(read_metadata(plan.path))
+    rows = pa.concat_tables(table.drop_columns(["key", "media"]) for table in hashed(plan.tables(), digest))
+    columns = {name: rows.column(name).to_numpy() for name in rows.schema.names}
+    starts = np.cumsum([0, *(shard.samples for each in facts.datasets for shard in each.shards)], dtype=np.int64)
+    first = np.cumsum([0, *(len(each.shards) for each in facts.datasets)])
+    source = starts[first[columns["dataset"]] + columns["shard"]] + columns["row"]
+    offsets = np.searchsorted(columns["pack"], np.arange(len(plan) + 1)).astype(np.int64)
+    known = {name: getattr(facts, name) for name in OF_ID}
+    arrays = [offsets, source, *(columns[it] for it in ("piece", "length", "second", "text_tokens") if it in columns)]
+    if facts.id not in (plan_id(known, facts.datasets, arrays, resolved=each) for each in (False, True)):
+        raise UserError(f"{plan.path} does not hold what its id {facts.id} stands for; make the plan again.")
+    if drops:
+        _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())
+
+
+def _check_drops(plan: Plan, expected: Mapping[str, int], path: Path, digest: str | None = None) -> None:
+    drops = Counter(str(each.get("reason")) for each in read_drops(plan.path, plan.facts.id, path=path, digest=digest))
+    if drops != Counter(expected):
+        raise UserError(f"{path} has the drops {dict(drops)} instead of {dict(expected)}; make it again.")
+
+
+def _check_index(index: Index) -> None:
+    if not index.datasets:
+        raise UserError(f"{index.directory} holds no data set; measure one")
+    for dataset, shard in ((each, shard) for each in index.datasets for shard in each.shards):
+        rows = index.rows(dataset, shard)
+        good = rows.filter(rows.column("reason").is_null())
+        tokens = sum(pc.sum(good.column(name)).as_py() or 0 for name in ("length", "second"))
+        if (rows.num_rows - good.num_rows, tokens) != (shard.dropped, shard.tokens):
+            raise UserError(f"{shard.name} of {dataset.path} has other samples than {index.directory} says; measure it")
+
+
+def _check_parquet(files: Sequence[Path]) -> None:
+    """Reads files of `energon_packing.offline.formats.bridge_parquet`. Raises UserError: one is damaged or missing."""
+    stop, known = 0, dict[str, Any]()
+    for file in files:
+        try:
+            rows, said = pq.read_table(file, page_checksum_verification=True).num_rows, read_metadata(file) or {}
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{file} is damaged ({error}); delete it, and pack again") from error
+        if said.get("first", stop) != stop:
+            raise UserError(f"the packs from {stop} to {said['first']}, before {file}, are missing; pack again")
+        if said.get("stop") != stop + rows or said.get("plan") != known.get("plan", said.get("plan")):
+            raise UserError(f"{file} is damaged or of another plan; delete it, and pack again")
+        known, stop = said, stop + rows
+    if known.get("packs", stop) != stop:
+        raise UserError(f"the packs from {stop} to {known['packs']}, after {files[-1]}, are missing; pack again")
+    if not files[0].with_name(METADATA).is_file():
+        raise UserError(f"{files[0].with_name(METADATA)} is missing; pack again")
 
 
 def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
@@ -200,6 +292,10 @@ class ShardVerifier:
                     yield None, f"{path} has {name} {getattr(shard, name)}, the manifest says {getattr(entry, name)}"
             if shard.facts.get("plan") != self._packed.facts.plan:
                 yield None, f"{path} was packed from another plan"
+            own = {name: getattr(self._packed.facts, name) for name in ("store", "media", "padded_rows")}
+            own |= {"first": entry.first, "stop": entry.first + entry.packs, **self._packed.facts.encoder}
+            for name, said, stored in differing(own, shard.facts["settings"], before(self._kind.encoder_config)):
+                yield None, f"{path} was packed with {name}={stored!r}, the manifest says {said!r}"
             yield from self._wrong_bytes(shard, entry)
             yield from self._wrong_packs(shard, entry)
         finally:

@@ -19,7 +19,7 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Padded
-from energon_packing.packing.policies import POLICIES, Number
+from energon_packing.packing.policies import POLICIES, Costs, Limits, Number
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
@@ -41,8 +41,8 @@ def next_pack(
     policy: str,
     lengths: Sequence[int],
     capacity: int,
-    costs: Mapping[str, Sequence[Number]] | None = None,
-    limits: Mapping[str, Number] | None = None,
+    costs: Costs = None,
+    limits: Limits = None,
     *,
     ended: bool = False,
     padding: Padded | None = None,

@@ -108,24 +108,16 @@ def fill_report(
         for window in windows if policy == "window" else (max(windows),):
             start = time.perf_counter()
             packs = pack_lengths(tokens, capacity, policy, constraints=pairs, window=window)
-            rows.append(
-                {
-                    "policy": policy,
-                    "window": window if policy == "window" else None,
-                    "bound": bound,
-                    "oversize": int((~fits).sum()),
-                    "seconds": round(time.perf_counter() - start, 4),
-                    **PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json(),
-                }
-            )
+            seconds = round(time.perf_counter() - start, 4)
+            row: dict[str, Any] = {"policy": policy, "window": window if policy == "window" else None, "bound": bound}
+            row |= {"oversize": int((~fits).sum()), "seconds": seconds}
+            rows.append(row | PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json())
     packs = pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks else []
     costs = [pack_cost(real[pack]) for pack in packs]
     for size in ranks:
         for sorted_at_once in (1, *balance_windows):
             order: Order = "none" if sorted_at_once == 1 else "serpentine"
-            found = simulate_steps(
-                costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=0
-            ).to_json()
-            figures = {name: round(found[name], 4) for name in ("efficiency", "drift")}
+            found = simulate_steps(costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift)
+            figures = {"efficiency": round(found.efficiency, 4), "drift": round(found.drift, 4)}
             steps.append({"ranks": size, "balance_window": sorted_at_once, "order": order, **figures})
     return lengths.size, capacity, rows, steps

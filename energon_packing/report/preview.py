@@ -17,6 +17,7 @@ from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError, refuse
+from energon_packing.executors.work import Progress
 from energon_packing.families.base import VisionFamily
 from energon_packing.ledger import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
@@ -31,8 +32,6 @@ from energon_packing.thd.batch import PackedBatch
 
 Tell = Callable[[str], None]
 """Called with each sentence about frequent drops."""
-Progress = Callable[[str, int, int], None]
-"""Called with a stage, what is done of it, and all of it: ``skipped`` packs before the first one, ``packs`` shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,8 +212,8 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
         pixels = _share(batch, name, segment)
         if pixels is None:
             continue
+        sizes = _share(batch, "image_sizes", segment)
         if pixels.dim() == 1:  # bytes without padding; the shape is the one that the model gets
-            sizes = _share(batch, "image_sizes", segment)
             largest = (batch.visual_inputs or {})["image_sizes"].amax(0).tolist()
             pixels = torch.empty((0 if sizes is None else len(sizes), 3, *largest), device="meta")
         runs = [stop - start for own, start, stop in stretches(kinds) if own == number]
@@ -228,7 +227,6 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
             entry |= {"frames": pixels.shape[1]}
             what = f"video(s) of {pixels.shape[1]} frames {size}"
         else:
-            sizes = _share(batch, "image_sizes", segment)
             entry |= {"tiles": pixels.shape[0], "sizes": [] if sizes is None else sizes.tolist()}
             of = "".join(f" {width}x{height}" for height, width in entry["sizes"])
             what = f"tile(s) {size}{' of' * bool(of)}{of}"

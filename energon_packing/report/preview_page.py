@@ -149,12 +149,9 @@ def drawn_packs(
             )
         )
         progress("packs", len(drawn), wanted.packs)
-    return drawn, {
-        "path": config.data.path,
-        "seq_length": config.packing.seq_length,
-        "multiple": config.parallel.multiple,
-        "context_parallel": config.parallel.context_parallel,
-    }
+    facts: dict[str, Any] = {"path": config.data.path, "seq_length": config.packing.seq_length}
+    facts |= {name: getattr(config.parallel, name) for name in ("multiple", "context_parallel")}
+    return drawn, facts
 
 
 def drawn_pack(

@@ -97,11 +97,8 @@ def shown(value: Any) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a configuration file."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "energon_packing run",
-        **_object(RunConfig, ""),
-    }
+    named = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "energon_packing run"}
+    return named | _object(RunConfig, "")
 
 
 def _object(cls: type[Any], section: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Sizes, costs, holds
-from energon_packing.packing.balance import simulate_steps
+from energon_packing.packing.balance import Order, simulate_steps
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
@@ -65,11 +65,8 @@ def stats_report(
 ) -> dict[str, Any]:
     """Statistics, packings side by side, and a recommendation. What is compared is by default `SEQ_LENGTHS`, the run's
     alignment and `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
-    choices = {
-        "seq_lengths": seq_lengths or SEQ_LENGTHS,
-        "multiples": multiples or (run.parallel.multiple,),
-        "windows": windows or WINDOWS,
-    }
+    choices = {"seq_lengths": seq_lengths or SEQ_LENGTHS, "windows": windows or WINDOWS}
+    choices["multiples"] = multiples or (run.parallel.multiple,)
     compared = list(packings(samples, run, **{name: sorted(set(each)) for name, each in choices.items()}, seed=seed))
     return {
         **statistics(samples),
@@ -220,7 +217,7 @@ def packings(
             limits = row_limits(run.packing, seq_length, multiple, samples.family)
             fits = holds(limits, sizes)
             for window in (*windows, None):
-                yield _packed(samples, sizes, fits, limits, window, run, seed)
+                yield _packed(samples, sizes, fits, limits, window, run.training.global_batch_size, seed)
 
 
 def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
@@ -332,13 +329,7 @@ def _sizes(samples: StatsSamples) -> Sizes:
 
 
 def _packed(
-    samples: StatsSamples,
-    sizes: Sizes,
-    fits: np.ndarray,
-    limits: PackLimits,
-    window: int | None,
-    run: RunConfig,
-    seed: int,
+    samples: StatsSamples, sizes: Sizes, fits: np.ndarray, limits: PackLimits, window: int | None, batch: int, seed: int
 ) -> dict[str, Any]:
     scale, tokens = samples.total / samples.measured, sizes.tokens
     found: dict[str, Any] = {
@@ -387,16 +378,15 @@ def _packed(
         "error": error,
         "packs": made,
         "packs_error": round(rows * math.hypot(relative, error / shares["fill"])),
-        "steps": made // run.training.global_batch_size,
+        "steps": made // batch,
         "samples_per_pack": order.size / packs,
         "cost_spread": float(cost.std() / cost.mean()),
     }
     if window is not None and packs >= 4 * RANKS:
         for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
-            report = simulate_steps(
-                cost, ranks=RANKS, window=size, order="none" if size == 1 else "serpentine", max_shift=0, seed=seed
-            )
-            found[name] = round(report.to_json()["efficiency"], 4)
+            in_turn: Order = "none" if size == 1 else "serpentine"
+            steps = simulate_steps(cost, ranks=RANKS, window=size, order=in_turn, seed=seed)
+            found[name] = round(steps.efficiency, 4)
     return found
 
 

@@ -1,7 +1,7 @@
 """What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +13,10 @@ from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY, counted_pairs
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
+from energon_packing.executors.work import Progress
 from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
 from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.sample_kind import KINDS
-
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ``sample``, the samples that are done, and all samples to measure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,22 +10,8 @@ Names are loaded on first use (PEP 562), because configurations read `alignment_
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_PUBLIC = {
-    name: module
-    for module, names in {
-        "alignment": ("alignment_multiple",),
-        "assembly": ("assemble",),
-        "batch": ("PackedBatch", "packed_seq_params", "pad_cu_seqlens", "real_padding"),
-        "checks": ("INVARIANTS", "check_media", "check_thd"),
-        "context_parallel": (
-            *("context_parallel_indices", "context_parallel_indices_numpy", "reassemble", "slice_for_context_parallel"),
-        ),
-        "fields": ("IGNORE_INDEX", "TokenField"),
-        "pixels": ("finished_row",),
-        "rows": ("unpack",),
-    }.items()
-    for name in names
-}
+_MODULES = ("alignment", "fields", "pixels", "batch", "rows", "assembly", "checks", "context_parallel")
+"""Those with the public names; the first needs no PyTorch."""
 
 __all__ = [
     "IGNORE_INDEX",
@@ -64,8 +50,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(f"energon_packing.thd.{_PUBLIC[name]}"), name)
+    if name in __all__:
+        modules = (importlib.import_module(f"energon_packing.thd.{each}") for each in _MODULES)
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
     raise AttributeError(f"module 'energon_packing.thd' has no attribute {name!r}")
 
 

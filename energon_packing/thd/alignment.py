@@ -34,12 +34,8 @@ def alignment_multiple(
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is {size!r}; it must be a whole number of at least 1.")
     scattered = tensor_parallel if sequence_parallel and tensor_parallel > 1 else 0
-    return math.lcm(
-        *(
-            math.lcm(2 * cp if cp > 1 else 1, cp * scattered or 1)
-            for cp in (context_parallel, eval_context_parallel or context_parallel)
-        )
-    )
+    both = context_parallel, eval_context_parallel or context_parallel
+    return math.lcm(*(math.lcm(2 * cp if cp > 1 else 1, cp * scattered or 1) for cp in both))
 
 
 def check_multiple(name: str, length: int, multiple: int) -> None:

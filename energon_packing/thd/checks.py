@@ -87,10 +87,8 @@ def check_media(
     starts = batch.boundaries.tolist()
     tokens = batch.tokens[0].cpu().numpy()
     visual = batch.visual_inputs or {}
-    for kind, token_id, pixels_name in (
-        ("image", image_token_id, "pixel_values"),
-        ("video", video_token_id, "pixel_values_videos"),
-    ):
+    kinds = ("image", image_token_id, "pixel_values"), ("video", video_token_id, "pixel_values_videos")
+    for kind, token_id, pixels_name in kinds:
         if token_id is None:
             continue
         name = f"{kind}_grid_thw"

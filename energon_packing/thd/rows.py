@@ -140,24 +140,20 @@ def verify_targets(
 
 
 def join_extra(
-    keys: Sequence[str],
-    arrays: Sequence[Mapping[str, Any]],
-    extra_fields: Mapping[str, Any],
-    starts: np.ndarray,
-    width: int,
+    keys: Sequence[str], arrays: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], starts: np.ndarray, width: int
 ) -> dict[str, torch.Tensor]:
     """The extra token-aligned fields of all samples as rows ``[1, width]``.
 
     Args:
         arrays: one mapping per sample, with every field as ``[length]``.
-        extra_fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
+        fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
         starts: ``[B + 1]``, where each sample begins in the row.
 
     Raises:
         PackingError: a sample has a field in another dtype; types of tokens would silently become fractions.
     """
     joined: dict[str, torch.Tensor] = {}
-    for name, value in extra_fields.items():
+    for name, value in fields.items():
         field = (
             value if isinstance(value, TokenField) else TokenField(name=name, dtype=arrays[0][name].dtype, pad=value)
         )

@@ -44,7 +44,9 @@ class FamilyLine:
 
 
 _UNPACKED = partial(FamilyLine, packed=False, context_parallel=False)
-_RAISES = ("packed_seq_params is not supported",)
+_RAISING = partial(_UNPACKED, why="raises on packed rows", holds=("packed_seq_params is not supported",))
+_KIMI = partial(FamilyLine, name="Kimi K2.5", source="models/kimi_vl/modeling_kimi_k25_vl.py")
+_PASSES = "packed_seq_params=packed_seq_params"
 _WITHOUT_CP = partial(
     FamilyLine,
     context_parallel=False,
@@ -57,13 +59,13 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         name="Qwen2.5-VL",
         processors=("Qwen2_5_VLProcessor",),
         source="models/qwen_vl/modeling_qwen25_vl.py",
-        holds=("packed_seq_params=packed_seq_params", "unpack_mcore_thd_tensor_for_position_ids"),
+        holds=(_PASSES, "unpack_mcore_thd_tensor_for_position_ids"),
     ),
     FamilyLine(
         name="Qwen3-VL",
         processors=("Qwen3VLProcessor",),
         source="models/qwen_vl/modelling_qwen3_vl/model.py",
-        holds=("packed_seq_params=packed_seq_params", "AllGatherVisionEmbeddings"),
+        holds=(_PASSES, "AllGatherVisionEmbeddings"),
     ),
     FamilyLine(
         name="Qwen3.5-VL",
@@ -71,12 +73,10 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         source="models/qwen_vl/qwen35_vl_provider.py",
         holds=("from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel",),
     ),
-    _UNPACKED(
+    _RAISING(
         name="Qwen2.5-Omni",
         processors=("Qwen2_5OmniProcessor",),
-        why="raises on packed rows",
         source="models/qwen_omni/modeling_qwen25_omni/thinker_model.py",
-        holds=_RAISES,
     ),
     _UNPACKED(
         name="Qwen3-Omni",
@@ -85,36 +85,20 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         source="models/qwen_omni/modeling_qwen3_omni/thinker_model.py",
         holds=("packed sequence support is not implemented yet",),
     ),
-    _UNPACKED(
-        name="Qwen3-ASR",
-        why="raises on packed rows",
-        source="models/qwen3_asr/modeling_qwen3_asr/thinker_model.py",
-        holds=_RAISES,
-    ),
-    _WITHOUT_CP(
-        name="Qwen2-Audio",
-        source="models/qwen_audio/modeling_qwen2_audio.py",
-        holds=("packed_seq_params=packed_seq_params",),
-    ),
-    FamilyLine(
-        name="Kimi K2.5",
+    _RAISING(name="Qwen3-ASR", source="models/qwen3_asr/modeling_qwen3_asr/thinker_model.py"),
+    _WITHOUT_CP(name="Qwen2-Audio", source="models/qwen_audio/modeling_qwen2_audio.py", holds=(_PASSES,)),
+    _KIMI(
         context_parallel=False,
         why="slices packed rows over ranks as if they were one sample",
-        source="models/kimi_vl/modeling_kimi_k25_vl.py",
-        holds=("packed_seq_params=packed_seq_params", "_split_on_cp_rank(inputs_embeds, cp_size"),
+        holds=(_PASSES, "_split_on_cp_rank(inputs_embeds, cp_size"),
         lacks=("packed_cp_indices",),
     ),
-    FamilyLine(
-        name="Kimi K2.5",
-        since=(0, 7),
-        source="models/kimi_vl/modeling_kimi_k25_vl.py",
-        holds=("packed_seq_params=packed_seq_params", "packed_cp_indices"),
-    ),
+    _KIMI(since=(0, 7), holds=(_PASSES, "packed_cp_indices")),
     _WITHOUT_CP(
         name="GLM-4.5V",
         processors=("Glm4vProcessor", "Glm46VProcessor"),
         source="models/glm_vl/modeling_glm_45v.py",
-        holds=("packed_seq_params=packed_seq_params", "mm_token_type_ids"),
+        holds=(_PASSES, "mm_token_type_ids"),
     ),
     _UNPACKED(
         name="Gemma 3 VL",
@@ -134,19 +118,19 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Gemma 4, text",
         source="models/gemma/modeling_gemma4.py",
-        holds=("packed_seq_params=packed_seq_params", "packed_seq=packed_seq, cp_group=cp_group"),
+        holds=(_PASSES, "packed_seq=packed_seq, cp_group=cp_group"),
     ),
     FamilyLine(
         name="Ministral 3",
         processors=("PixtralProcessor",),
         source="models/ministral3/modeling_ministral3.py",
-        holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
+        holds=(_PASSES, "slice_batch_for_context_parallel"),
     ),
     FamilyLine(
         name="MiniMax-M3 VL",
         processors=("MiniMaxM3VLProcessor",),
         source="models/minimax_m3/modeling_minimax_m3_vl.py",
-        holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
+        holds=(_PASSES, "slice_batch_for_context_parallel"),
     ),
     _UNPACKED(
         name="Nemotron-VL",
@@ -160,7 +144,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         context_parallel=False,
         why="has no code that slices packed rows over ranks",
         source="models/ernie_vl/modeling_ernie45_vl/model.py",
-        holds=("packed_seq_params=packed_seq_params",),
+        holds=(_PASSES,),
         lacks=("slice_batch_for_context_parallel", "get_thd_cp_partition_indices"),
     ),
 )

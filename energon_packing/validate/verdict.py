@@ -252,12 +252,9 @@ def _equivalent_dataset(view: RunView) -> Any:
     else:
         raise ValueError(f"no equivalent of a {view.dataset_kind} data set")
     data.enable_offline_packing = view.enable_offline_packing
-    data.offline_packing_specs = None
-    if view.has_offline_packing_specs:
-        data.offline_packing_specs = PackedSequenceSpecs(
-            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
-            pad_cu_seqlens=view.pad_cu_seqlens,
-        )
+    size = -1 if view.packed_sequence_size is None else view.packed_sequence_size
+    specs = PackedSequenceSpecs(packed_sequence_size=size, pad_cu_seqlens=view.pad_cu_seqlens)
+    data.offline_packing_specs = specs if view.has_offline_packing_specs else None
     data.enable_in_batch_packing = view.enable_in_batch_packing
     if view.packs_natively:
         data.defer_in_batch_packing_to_step = view.defer_in_batch_packing_to_step

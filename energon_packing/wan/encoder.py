@@ -268,10 +268,7 @@ class TextToVideoEncoder:
                 "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
             )
         return WanSample(
-            key=measured.key,
-            latent=latent.to(self.dtype),
-            text=text.to(self.dtype),
-            metadata=dict(sample.metadata),
+            key=measured.key, latent=latent.to(self.dtype), text=text.to(self.dtype), metadata=dict(sample.metadata)
         )
 
     def _plan(self, video: Media) -> ClipPlan:
@@ -332,12 +329,11 @@ class TextToVideoEncoder:
         return tensor.reshape(stored.shape).float()
 
     def _encoded(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> torch.Tensor:
-        video = measured.sample.video
-        assert self.latent_encoder is not None
-        assert video is not None
+        model: Any = self.latent_encoder  # there is one, and a video: see `measure`
+        video: Any = measured.sample.video
         wanted = video, self._plan(video)
         frames = self._decoding(wanted, read, (video.name,), in_child=self.config.decode_in_child)
-        return _of_shape(measured.latent_shape, self.latent_encoder.encode(frames["frames"]), self.latent_encoder)
+        return _of_shape(measured.latent_shape, model.encode(frames["frames"]), model)
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
         """Returns the planned frames of a video in their planned size, as ``frames``."""
@@ -361,10 +357,9 @@ class TextToVideoEncoder:
         return {"frames": resize_frames(frames, plan.height, plan.width)}
 
     def _embedded(self, measured: MeasuredClip) -> torch.Tensor:
-        assert self.caption_encoder is not None
-        assert measured.token_ids is not None
-        text = self.caption_encoder.encode(measured.token_ids.tolist())
-        return _of_shape((measured.text_rows, self.config.text_width), text, self.caption_encoder)
+        model: Any = self.caption_encoder
+        ids: Any = measured.token_ids
+        return _of_shape((measured.text_rows, self.config.text_width), model.encode(ids.tolist()), model)
 
 
 def _of_shape(shape: tuple[int, ...], made: torch.Tensor, model: LatentEncoder | CaptionEncoder) -> torch.Tensor:

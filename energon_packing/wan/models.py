@@ -37,9 +37,7 @@ class LatentEncoder(Protocol):
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """Returns latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).
-
-        Must return the same latents for the same frames, because a restored loader renders samples again.
-        """
+        Must return the same latents for the same frames, because a restored loader renders samples again."""
 
 
 class WanLatentEncoder:

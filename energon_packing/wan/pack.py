@@ -125,10 +125,8 @@ def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int
 
 
 def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> bool:
-    """Whether a kernel that looks for padding before the last clip finds none although there is some.
-
-    Keys of the second attention are text; padding that shows among the patches shows there as well.
-    """
+    """Whether a kernel that looks for padding before the last clip finds none although there is some. Keys of the
+    second attention are text; padding that shows among the patches shows there as well."""
     if any(length % multiple for length in patches):
         return hides_padding(patches, multiple)
     return hides_padding(text_tokens, multiple)

@@ -27,10 +27,9 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
     batch = pack.batch
     clips: list[dict[str, Any]] = []
     start = text_start = 0
-    sizes = (batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
-    for key, grid, patches, place, tokens, text_place in zip(
-        batch.keys, batch.grid_sizes.tolist(), *(each.tolist() for each in sizes), strict=False
-    ):
+    sizes = (batch.grid_sizes, batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
+    rows = zip(batch.keys, *(each.tolist() for each in sizes), strict=False)
+    for key, grid, patches, place, tokens, text_place in rows:
         clips.append(
             {
                 "key": key,

@@ -121,9 +121,8 @@ class TextToVideo:
             key=key,
             caption=caption,
             video=_read_clip(record["video"]) if "video" in record else None,
-            latents=_read_tensor(record["latents"], "latents") if "latents" in record else None,
-            context=_read_tensor(record["context"], "context") if "context" in record else None,
             metadata=dict(metadata),
+            **{role: _read_tensor(record[role], role) for role in AXES if role in record},
         )
 
 

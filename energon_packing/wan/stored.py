@@ -79,11 +79,8 @@ class StoredClips:
     def broken(self, multiple: int) -> list[str]:
         """Returns the invariants that do not hold."""
         clips = [each.clip for each in self.samples if each.clip is not None]
-        return [
-            f"sample {clip.key} holds values that are not finite"
-            for clip in clips
-            if not (math.isfinite(largest(clip.latent)) and math.isfinite(largest(clip.text)))
-        ]
+        wrong = (c for c in clips if not all(math.isfinite(largest(each)) for each in (c.latent, c.text)))
+        return [f"sample {clip.key} holds values that are not finite" for clip in wrong]
 
     def to_bytes(self) -> list[bytes | memoryview]:
         """Returns parts of a record; `from_bytes` reads it back."""

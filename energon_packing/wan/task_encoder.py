@@ -188,14 +188,10 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     def padding_pack(self) -> ClipPack:
         """Returns a pack of one masked clip of zeros, with the fewest patches and text tokens without padding."""
         config = self.encoder.config
-        filler = WanSample(
-            key="",
-            latent=torch.zeros(
-                config.latent_channels, self.multiple * config.patch[0], *config.patch[1:], dtype=self.encoder.dtype
-            ),
-            text=torch.zeros(self.multiple, config.text_width, dtype=self.encoder.dtype),
-            metadata={},
-        )
+        shape = config.latent_channels, self.multiple * config.patch[0], *config.patch[1:]
+        latent = torch.zeros(shape, dtype=self.encoder.dtype)
+        text = torch.zeros(self.multiple, config.text_width, dtype=self.encoder.dtype)
+        filler = WanSample(key="", latent=latent, text=text, metadata={})
         batch = self._assemble([filler])
         batch.loss_mask.zero_()
         return ClipPack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)

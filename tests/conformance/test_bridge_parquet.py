@@ -203,3 +203,32 @@ def test_media_are_refused_by_the_key_of_their_sample(tmp_path):
     done = pack(tmp_path, "--workers", "0")
     assert done.exit_code == 2
     assert "has media, and --format bridge-parquet holds text only" in done.output
+
+
+def test_verify_finds_what_is_missing_or_damaged_among_bridges_files(tmp_path):
+    planned(tmp_path)
+    assert pack(tmp_path, "--shard-packs", "2").exit_code == 0
+    files, metadata = sorted((tmp_path / "packs").glob("*.parquet")), tmp_path / "packs" / "metadata.json"
+    assert len(files) > 2
+
+    def found():
+        done = CliRunner().invoke(cli, ["verify", str(tmp_path / "packs"), "--share", "0"])
+        assert done.exit_code in (0, 1), done.output
+        return "" if done.exit_code == 0 else done.output
+
+    assert found() == ""
+    for file, said in (
+        (files[0], "before"),
+        (files[1], "before"),
+        (files[-1], "after"),
+        (metadata, "metadata.json is"),
+    ):
+        file.rename(tmp_path / "aside")
+        assert said in found()
+        assert "missing" in found()
+        (tmp_path / "aside").rename(file)
+    files = [file.rename(file.with_name(f"packs-{at}.idx.parquet")) for at, file in enumerate(files, 99_999)]
+    assert found() == "", "numbers may have six digits"
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[:100] + b"\0" * 8 + content[108:])
+    assert "damaged" in found()

@@ -246,7 +246,7 @@ def test_a_data_set_goes_where_a_link_leads(tmp_path: Path) -> None:
 def test_a_dry_run_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     command = (
         "import sys, time; from energon_packing.convert.workspace import dry_workspace\n"
-        "with dry_workspace() as (build, _): print(build, flush=True); time.sleep(60)"
+        "with dry_workspace() as build: print(build, flush=True); time.sleep(60)"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([quick_python(), "-c", command], stdout=subprocess.PIPE, text=True, env=env) as process:

@@ -395,10 +395,10 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/window.py",
-                "        lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]\n",
+                "        self._drop_lost(self._window, range(len(self._window.buffer)))\n",
                 "        own = self.ledger._file\n"
                 "        self.ledger._file = None\n"
-                "        lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]\n",
+                "        self._drop_lost(self._window, range(len(self._window.buffer)))\n",
             ),
             (
                 "energon/window.py",

@@ -55,6 +55,20 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=103,
+        name="a plan's id and its packs are those of the processor's instructions",
+        test="tests/offline/test_planner.py::"
+        "test_plans_under_limits_have_one_id_on_processors_with_avx512_with_avx2_and_with_neither",
+        oracle="NumPy without those instructions",
+        edits=(
+            (
+                "packing/policies/best_fit.py",
+                'np.argsort(-self.columns[members, by], kind="stable")',
+                "np.argsort(-self.columns[members, by])",
+            ),
+        ),
+    ),
+    Mutation(
         trap=104,
         name="a task is given up when the first worker died at it",
         test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",

@@ -6,9 +6,16 @@ COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
 CLIPS = "tests/wan/test_clip_limits.py::"
+ORDER = "tests/offline/test_order.py::"
 SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
+MEASURED = "tests/offline/test_measure.py::"
+PLANNER = "tests/offline/test_planner.py::"
+MOVED = MEASURED + "test_a_data_set_at_another_place_replaces_its_entry_and_takes_its_turn[moved]"
+SPLITS = MEASURED + "test_a_plan_has_the_split_that_is_named_and_never_another_beside_it"
+EDITED = BLENDS + "test_an_edited_metadataset_drops_its_old_parts_also_under_another_name_and_says_so"
+NOTHING = SHARES + "test_a_data_set_with_a_share_of_which_nothing_fits_is_refused_by_name"
 LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
 PARQUET = (
     "tests/conformance/test_bridge_parquet.py::"
@@ -24,10 +31,120 @@ OFFLINE_TRAPS = {
     90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
     91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
     118: "the sizes told of packed rows, or the number of their boundaries, are not theirs",
+    210: "a run trains on a split that nobody chose",
+    211: "the same samples are planned twice, or those that a metadataset no longer names",
+    212: "a data set with a share is not in the plan, and nothing says so",
+    213: "more is dropped from a plan, or from its packs, than the budget allows",
+    214: "a plan of moved data is another plan",
+    223: "a reader of a plan reads rows of hundreds of packs for each of its own",
+    224: "the media of a pack are read one after the other, each when it is asked for",
+    222: "each of a thousand `pack` commands reads what others have packed, or all of the plan",
+    221: "what `measure` and `plan` send to workers, or look up, grows with the shards of all, or with who works",
+    220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
+    215: "a run reads packs that hold more than its own limits allow",
+    217: "an index or a plan that another command replaced is taken for the one that was opened",
+    218: "a file from before a setting holds today's default, not what was done then",
+    219: "verify takes a plan, an index or Bridge's files for whole that are not",
+    216: "media of a plan are others than those that were measured, and nothing says so",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=223,
+        name="the row groups of a plan are as large as they may be",
+        test="tests/offline/test_planner.py::test_a_reader_of_one_pack_reads_few_rows_of_others",
+        oracle="the rows of the file",
+        edits=(("offline/planner.py", "min(max(plan_file.LEAST_ROWS,", "max(max(plan_file.LEAST_ROWS,"),),
+    ),
+    Mutation(
+        trap=224,
+        name="the media of a sample are announced when it is rendered",
+        test=LOADER + "test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read"
+        "[polylithic-packed]",
+        oracle="the calls of the system",
+        edits=(("offline/stored_pack.py", "(read_media, stores[id(sample)])", "(read_media, self._media(sample, 0))"),),
+    ),
+    Mutation(
+        trap=224,
+        name="the media of a pack are announced in the order of its samples",
+        test=LOADER + "test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read"
+        "[polylithic-plan]",
+        oracle="the places in the plan",
+        edits=(("offline/source.py", "sorted(self.expected)", "list(self.expected)"),),
+    ),
+    Mutation(
+        trap=222,
+        name="every command opens the finished shards of all",
+        test=COMMAND + "test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte[polylithic]",
+        oracle="the shards of the command",
+        edits=(
+            (
+                "offline/shared_work.py",
+                "results[rank::world_size] = map(there, tasks[rank::world_size])",
+                "results = [*map(there, tasks)]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=222,
+        name="every command reads all of the plan to divide it",
+        test=COMMAND + "test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte[polylithic]",
+        oracle="the rows of its shards",
+        edits=(("offline/pack.py", "self.stored_firsts() or shard_firsts(", "shard_firsts("),),
+    ),
+    Mutation(
+        trap=221,
+        name="each shard that is given to a worker comes with the names of all",
+        test="tests/offline/test_measure.py::test_a_shard_that_is_given_to_a_worker_names_no_other_shard[polylithic]",
+        oracle="the names of the others",
+        edits=(("offline/measure.py", "replace(part, shards=())", "part"),),
+    ),
+    Mutation(
+        trap=221,
+        name="samples that were measured again are put beside those that another process did",
+        test=LOADER + "test_samples_that_are_measured_again_by_several_processes_make_the_same_plan[polylithic]",
+        oracle="the plan of one process",
+        edits=(("offline/packs.py", "[made[number] for number in range(len(shards))]", "[*made.values()][::-1]"),),
+    ),
+    Mutation(
+        trap=220,
+        name="what an epoch has too many for whole groups is one shuffle",
+        test=ORDER
+        + "test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass[242-0.98]",
+        oracle="the costs of the steps",
+        edits=(
+            (
+                "offline/order.py",
+                "parts.append(_shuffled_inside(tail[None, at : at + size], random).ravel())",
+                "parts.append(random.permutation(tail[at : at + size]))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=220,
+        name="an epoch goes on with packs of any cost where the one before it has begun a group",
+        test=ORDER + "test_a_group_that_two_epochs_share_has_packs_of_similar_cost",
+        oracle="the costs of the group",
+        edits=(("offline/order.py", "size, float(known[-begun:].mean()))", "size, float(costs.min()))"),),
+    ),
+    Mutation(
+        trap=220,
+        name="in a later pass what is left of groups is one shuffle",
+        test=ORDER
+        + "test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass[242-0.98]",
+        oracle="the costs of the steps",
+        edits=(("offline/order.py", "    if older:\n", "    if True:\n"),),
+    ),
+    Mutation(
+        trap=90,
+        name="a state of an older version goes on in the order of this one",
+        test=LOADER
+        + "test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ranks_and_after_a_restart"
+        "[polylithic]",
+        oracle="the order of that version",
+        edits=(("offline/loader.py", 'and state.get("order") == OLDER', "and False"),),
+    ),
     Mutation(
         trap=118,
         name="the sizes beside Bridge's packed files count tokens, where Bridge counts positions",
@@ -57,7 +174,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_pack_command.py::"
         "test_packs_of_every_format_are_made_once_by_any_ranks_and_go_on_where_they_stopped[bridge-parquet]",
         oracle="the packs of the other plan",
-        edits=(("offline/formats/bridge_parquet.py", "if read_metadata(path) != self._metadata(number)", "if False"),),
+        edits=(
+            (
+                "offline/formats/bridge_parquet.py",
+                'if {"packs": own["packs"], **(read_metadata(path) or {})} != own:',
+                "if False:",
+            ),
+        ),
     ),
     Mutation(
         trap=118,
@@ -86,20 +209,6 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=BLENDS + "test_a_subset_is_refused_because_the_whole_data_set_would_be_measured[list]",
         oracle="the metadataset's subset",
         edits=(("offline/source.py", "        if leaf.subset:\n", "        if False:\n"),),
-    ),
-    Mutation(
-        trap=66,
-        name="a part that a metadataset no longer names stays in its index",
-        test=BLENDS + "test_a_part_that_its_metadataset_no_longer_names_is_in_no_plan",
-        oracle="what the metadataset names",
-        edits=(("offline/measure.py", "it.name in named or measured", "True or measured"),),
-    ),
-    Mutation(
-        trap=66,
-        name="an index takes a second split, on which its plan then trains",
-        test="tests/offline/test_measure.py::test_an_index_holds_one_split_so_that_no_plan_trains_on_another_one",
-        oracle="the split that was measured first",
-        edits=(("offline/measure.py", "    if held and held", "    if False and held"),),
     ),
     Mutation(
         trap=61,
@@ -165,8 +274,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/formats/shards.py",
-                "in differing({name: value}, {name: self.facts.settings[name]}):\n",
-                "in ():\n",
+                '{name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}',
+                "{}, {}",
             ),
         ),
     ),
@@ -356,5 +465,277 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
                 "        pass\n",
             ),
         ),
+    ),
+    Mutation(
+        trap=210,
+        name="a plan takes every split that its indexes hold",
+        test=SPLITS,
+        oracle="the names of the shards",
+        edits=(("offline/samples.py", "if (not splits and len(held) > 1) or not", "if not"),),
+    ),
+    Mutation(
+        trap=210,
+        name="a plan of a named split has the others beside it",
+        test=SPLITS,
+        oracle="the names of the shards",
+        edits=(("offline/samples.py", "if not splits or each[1].asked in splits]", "if True]"),),
+    ),
+    Mutation(
+        trap=210,
+        name="a run that names no split reads a plan of any",
+        test=SPLITS,
+        oracle="the names of the shards",
+        edits=(
+            (
+                "offline/loader.py",
+                "split or (config.data.split if noted else None), free, ",
+                "split, free, ",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=210,
+        name="an older plan of several splits is one of each",
+        test=MEASURED + "test_a_plan_of_several_splits_from_before_they_were_noted_is_refused",
+        oracle="the names of the splits",
+        edits=(("offline/plan.py", "(held if len(held) == 1 else set())", "held"),),
+    ),
+    Mutation(
+        trap=210,
+        name="the parts of an older metadataset count as those of their own splits",
+        test=BLENDS + "test_weights_are_those_of_the_split_that_was_asked_for_whatever_splits_its_parts_have",
+        oracle="the metadataset",
+        edits=(("offline/index.py", "(splits[it.path] == 1 or", "(True or"),),
+    ),
+    Mutation(
+        trap=211,
+        name="data that moved are measured beside their old place",
+        test=MOVED,
+        oracle="the samples of the first plan",
+        edits=(("offline/measure.py", "same = of_records.get(it.records) or of_place.get(", "same = of_place.get("),),
+    ),
+    Mutation(
+        trap=211,
+        name="data that moved come last in the index",
+        test=MOVED,
+        oracle="the id of the first plan",
+        edits=(
+            (
+                "offline/measure.py",
+                "tuple((placed | named).values())",
+                "tuple(({name: it for name, it in placed.items() if name not in named} | named).values())",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=211,
+        name="a copy in another index is planned a second time",
+        test=MOVED,
+        oracle="the samples of the first plan",
+        edits=(
+            (
+                "offline/samples.py",
+                "held = (*dataset.records, (dataset.root, dataset.split))",
+                "held = ((dataset.root, dataset.split),)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=211,
+        name="a part that its metadataset no longer names stays",
+        test=EDITED,
+        oracle="the metadataset",
+        edits=(("offline/measure.py", "                del placed[it.name]\n", "                pass\n"),),
+    ),
+    Mutation(
+        trap=211,
+        name="the parts of a metadataset with a new name stay under the old one",
+        test=EDITED,
+        oracle="the metadataset",
+        edits=(("offline/measure.py", "named_by.setdefault(it.path, same.path)", "pass"),),
+    ),
+    Mutation(
+        trap=212,
+        name="the share of a data set of which nothing fits goes to the others",
+        test=NOTHING + r"[plan0-gold \\(/data/gold\\) has weight 3, but none of its 12 samples]",
+        oracle="the samples of the index",
+        edits=(("offline/planner.py", 'asked not in ("epochs 1", "weight 0")', "False"),),
+    ),
+    Mutation(
+        trap=212,
+        name="the share that is told is of the rows, whatever the weights count",
+        test=SHARES + "test_a_plan_tells_what_each_data_set_gives_and_which_share_it_asked_for_and_reached[tokens]",
+        oracle="the tokens of the packs",
+        edits=(("offline/planner.py", "(times[part] * packs.blend.amount[part])", "times[part]"),),
+    ),
+    Mutation(
+        trap=213,
+        name="a plan of few samples may drop them all",
+        test=PLANNER + "test_over_a_known_population_the_budget_is_the_share_itself[1-198-0.1-True]",
+        oracle="the share of the samples",
+        edits=(("offline/planner.py", "over_budget(lost, read, budget, looks=0)", "over_budget(lost, read, budget)"),),
+    ),
+    Mutation(
+        trap=213,
+        name="packs of few samples may lose them all",
+        test="tests/offline/test_packed_loader.py::"
+        "test_packing_that_drops_more_than_the_budget_stops_however_few_the_samples_are[polylithic]",
+        oracle="the media that were overwritten",
+        edits=(
+            (
+                "offline/formats/shards.py",
+                "over_budget(drops.total(), samples, budget, looks=0)",
+                "over_budget(drops.total(), samples, budget)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=213,
+        name="the budget counts a data set once that an epoch reads several times",
+        test=PLANNER + "test_the_budget_counts_what_the_epochs_read_of_each_data_set",
+        oracle="the samples of the epochs",
+        edits=(("offline/planner.py", 'if times := each["per_epoch"]:', 'if times := float(each["per_epoch"] > 0):'),),
+    ),
+    Mutation(
+        trap=214,
+        name="the paths that plan.datasets names are part of a plan's id",
+        test=MOVED,
+        oracle="the id of the first plan",
+        edits=(("offline/planner.py", "if resolved and not planned", "if False and planned"),),
+    ),
+    Mutation(
+        trap=214,
+        name="plan.datasets of a plan names what only the directory of `plan` knows",
+        test=SHARES + "test_a_plan_is_the_same_wherever_it_is_looked_at[.]",
+        oracle="the plan that names the data set shortly",
+        edits=(("offline/planner.py", "if it not in names and os.path.abspath(it) in names", "if not it"),),
+    ),
+    Mutation(
+        trap=214,
+        name="the difference of two plans goes by paths",
+        test=MOVED,
+        oracle="the samples of the first plan",
+        edits=(
+            (
+                "offline/explain.py",
+                "zip(sorted(records[0] & records[1]), itertools.count())",
+                "zip((), itertools.count())",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=215,
+        name="a limit of the run counts only where the plan has one too",
+        test="tests/offline/test_packed_loader.py::"
+        "test_a_limit_of_the_run_that_is_tighter_than_the_plans_is_refused_by_name[polylithic-max_segments_per_pack]",
+        oracle="the limits of the run",
+        edits=(("offline/loader.py", "most is None or own < most", "most is not None and own < most"),),
+    ),
+    Mutation(
+        trap=216,
+        name="media of a plan are told apart by the index of their data set alone",
+        test="tests/offline/test_packed_loader.py::"
+        "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-plan-0]",
+        oracle="the bytes of the shards",
+        edits=(("offline/packs.py", "if now != before:", "if False:"),),
+    ),
+    Mutation(
+        trap=216,
+        name="packs with media by reference read whatever lies in their places",
+        test="tests/offline/test_packed_loader.py::"
+        "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-tokens-0]",
+        oracle="the bytes of the shards",
+        edits=(("offline/packed.py", "        check_media(dataset", "        (dataset"),),
+    ),
+    Mutation(
+        trap=216,
+        name="what was measured stays though the media changed",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="the times and sizes of the shards",
+        edits=(("offline/measure.py", "        if changed:", "        if False:"),),
+    ),
+    Mutation(
+        trap=216,
+        name="rows that name no media are taken for true though the index holds them no more",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="the command that measured them",
+        edits=(("offline/measure.py", "self.known.get(name))) is None", "self.known.get(name, {}))) is None"),),
+    ),
+    Mutation(
+        trap=216,
+        name="all media of a data set are compared for each of its shards",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="what was looked at",
+        edits=(("offline/measure.py", "self.known[name] = changed", "pass"),),
+    ),
+    Mutation(
+        trap=217,
+        name="a plan is not compared with the one that was opened when a worker reads it",
+        test=LOADER + "test_a_plan_that_was_replaced_under_its_run_is_not_read_as_the_old_one[polylithic-0]",
+        oracle="the packs of both plans",
+        edits=(("offline/plan.py", ' not in (file.schema_arrow.metadata or {}).get(METADATA, b""):', ' in b"":'),),
+    ),
+    Mutation(
+        trap=217,
+        name="two encoders begin one index",
+        test="tests/offline/test_measure.py::"
+        "test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures",
+        oracle="the index of one command alone",
+        edits=(("offline/measure.py", "if not _index(config.out, measurer).fingerprint:", "if False:"),),
+    ),
+    Mutation(
+        trap=218,
+        name="transparent images of older files count as shown on white",
+        test="tests/offline/test_old_files.py::"
+        "test_files_from_before_settings_are_read_as_their_code_read_them[a-packing0]",
+        oracle="rows of commit 436f816",
+        edits=(("config/encoder.py", 'setting("white", before="processor")', 'setting("white")'),),
+    ),
+    Mutation(
+        trap=218,
+        name="pairs of older packs are trained by a run that refuses pairs",
+        test="tests/offline/test_old_files.py::test_todays_default_is_refused_where_it_is_not_what_was_done",
+        oracle="rows of commit 436f816",
+        edits=(("offline/stored_pack.py", "        counted.check(", "        (lambda *_: None)("),),
+    ),
+    Mutation(
+        trap=218,
+        name="a packed directory from before a setting is another packing",
+        test="tests/offline/test_old_files.py::"
+        "test_a_packed_directory_from_before_settings_goes_on_as_it_was_begun[tokens]",
+        oracle="files of commit 436f816",
+        edits=(("offline/formats/shards.py", "self._older | settings if", "settings if"),),
+    ),
+    Mutation(
+        trap=219,
+        name="the id of a plan is taken for right",
+        test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
+        oracle="the plan as it was written",
+        edits=(("offline/verify.py", "if facts.id not in (plan_id", "if '' in (plan_id"),),
+    ),
+    Mutation(
+        trap=219,
+        name="keys of a plan are in no digest",
+        test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
+        oracle="the plan as it was written",
+        edits=(("offline/plan.py", '("key", "offset", "size")]', '("offset", "size")]'),),
+    ),
+    Mutation(
+        trap=219,
+        name="the manifest of packs is believed",
+        test=COMMAND + "test_settings_of_a_packed_directory_that_somebody_changed_are_found[polylithic]",
+        oracle="the settings in the shards",
+        edits=(("offline/verify.py", "for name, said, stored in differing(", "for name, said, stored in () and ("),),
+    ),
+    Mutation(
+        trap=219,
+        name="Bridge's files that are missing at the end are not missed",
+        test="tests/conformance/test_bridge_parquet.py::"
+        "test_verify_finds_what_is_missing_or_damaged_among_bridges_files",
+        oracle="the files of `pack`",
+        edits=(("offline/verify.py", 'if known.get("packs", stop) != stop:', "if False:"),),
     ),
 )

@@ -336,7 +336,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="clips count as samples without media",
         test="tests/wan/test_offline_clips.py::test_clips_that_moved_are_named_at_once[packs]",
         oracle="the file system",
-        edits=(("offline/planner.py", "if text is None else numbers", "if True else numbers"),),
+        edits=(("offline/planner.py", "if text is None else times", "if True else times"),),
     ),
     Mutation(
         trap=203,

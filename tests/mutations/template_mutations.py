@@ -221,7 +221,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a template that marks answers trains one without words",
         test=TRAPS + "test_an_answer_without_words_has_one_reason_whether_the_template_marks_answers_or_not",
         oracle="the definition",
-        edits=(("chat/template.py", "turn not in worded or not (", "not ("),),
+        edits=(("chat/template.py", "turn in worded and (", "("),),
     ),
     Mutation(
         trap=197,

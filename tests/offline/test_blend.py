@@ -1,21 +1,25 @@
 """Which samples are in which epoch: weights by samples and by tokens, repeats, groups."""
 
 import itertools
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import UserError
+from energon_packing.offline.files import write_table
 from energon_packing.offline.loader import planned_state
 from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.verify import check_rows
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,30 @@ def test_a_data_set_is_repeated_within_an_epoch(index: Path, tmp_path: Path) -> 
         assert counts(packs, 1) == dict.fromkeys(range(400), 3)
 
 
+@pytest.mark.parametrize("name", ["b", "./b", "../data/b", ".", "/data/b"])
+def test_a_plan_is_the_same_wherever_it_is_looked_at(index: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+    """The loader, `verify` and a second `plan` may have other current directories, and the data may be gone."""
+    whole = Plan.open(plan_file(index, tmp_path, datasets={"b": {"epochs": 3}})).facts
+    here = {"b": "/", "./b": "/data", "../data/b": "/data", ".": "/data/b"}.get(name, "/")
+    monkeypatch.setattr(os, "getcwd", lambda: here)
+    path = plan_file(index, tmp_path, datasets={name: {"epochs": 3}})
+    monkeypatch.undo()
+    check_rows(Plan.open(path))
+    facts = Plan.open(path).facts
+    assert (facts.packs, facts.samples, facts.epoch_ends) == (whole.packs, whole.samples, whole.epoch_ends)
+
+
+def test_a_data_set_that_was_named_from_beside_it_is_not_taken_for_a_namesake(tmp_path: Path, monkeypatch) -> None:
+    rows = {"x/b": [drawn_rows(20)], "y/b": [drawn_rows(30, seed=1)], "c": [drawn_rows(9, seed=2)]}
+    monkeypatch.setattr(os, "getcwd", lambda: "/data/x")
+    path = plan_file(
+        made_index(tmp_path / "index", rows), tmp_path, datasets={"b": {"epochs": 3}, "/data/c": {"epochs": 2}}
+    )
+    for here in ("/data/y", "/"):
+        monkeypatch.setattr(os, "getcwd", lambda here=here: here)
+        check_rows(Plan.open(path))
+
+
 def test_a_part_of_a_data_set_is_another_part_in_every_epoch_until_it_is_complete(index: Path, tmp_path: Path) -> None:
     found = [counts(packs, 1) for packs in epochs(index, tmp_path, epochs=8, datasets={"/data/b": {"epochs": 0.25}})]
     assert [sum(each.values()) for each in found] == [100] * 8
@@ -72,6 +100,55 @@ def test_weights_by_tokens_share_out_tokens(index: Path, tmp_path: Path) -> None
     assert tokens(packs, 0) == pytest.approx(tokens(packs, 1), abs=900)
     (by_samples,) = epochs(index, tmp_path, datasets=weights)
     assert sum(counts(by_samples, 1).values()) == 300
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (
+            {"gold": {"weight": 3}, "web": {"weight": 1}},
+            r"gold \(/data/gold\) has weight 3, but none of its 12 samples",
+        ),
+        ({"gold": {"epochs": 3}}, r"gold \(/data/gold\) has epochs 3, but none of its 12 samples"),
+        ({"none": {"epochs": 2}}, r"none \(/data/none\) has epochs 2, but none of its 0 samples .* \(it is empty\)"),
+        ({"gold": {"epochs": 0}, "web": {"weight": 1}, "none": {"epochs": 0}}, None),
+        ({}, None),
+    ],
+)
+def test_a_data_set_with_a_share_of_which_nothing_fits_is_refused_by_name(
+    tmp_path: Path, plan: dict[str, Any], told: str | None
+) -> None:
+    """Its share would go to the others."""
+    rows = {"gold": [[row(2000) for _ in range(12)]], "web": [drawn_rows(500)], "none": [[]]}
+    made = made_index(tmp_path / "index", rows)
+    weights = {"none": {"epochs": 0}} if "weight" in plan.get("gold", {}) else {}
+    if told is None:
+        assert epochs(made, tmp_path, datasets=plan)
+    else:
+        with pytest.raises(UserError, match=told + ".*, or set its epochs in plan.datasets to 0"):
+            epochs(made, tmp_path, datasets=weights | plan)
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_a_plan_tells_what_each_data_set_gives_and_which_share_it_asked_for_and_reached(
+    tmp_path: Path, unit: str
+) -> None:
+    rows = {"a": [[*drawn_rows(300), row(2000), row(0, reason="bad_record")]], "b": [[row(20) for _ in range(400)]]}
+    made, shares = made_index(tmp_path / "index", rows), {"a": {"weight": 3}, "b": {"weight": 1}}
+    opened = Plan.open(plan_file(made, tmp_path, datasets=shares, weights_by=unit, epochs=3))
+    packs, told = opened.packs(0, len(opened)), opened.facts.summary["datasets"]
+    planned = [tokens(packs, at) if unit == "tokens" else counts(packs, at).total() for at in (0, 1)]
+    assert [each["share_reached"] for each in told] == pytest.approx(
+        [each / sum(planned) for each in planned], abs=1e-5
+    )
+    assert [each["share_asked"] for each in told] == [0.75, 0.25]
+    assert told[0]["share_reached"] == pytest.approx(0.75, abs=0.01)
+    assert [each["samples"] for each in told] == [302, 400]
+    assert [each["tokens"] for each in told] == [sum(each["length"] for each in drawn_rows(300)), 8000]
+    assert [each["dropped"] for each in told] == [{"oversize": 1, "bad_record": 1}, {}]
+    unweighted = Plan.open(plan_file(made, tmp_path, datasets={"b": {"epochs": 2}})).facts.summary["datasets"]
+    assert [each["share_asked"] for each in unweighted] == [None, None]
+    assert unweighted[1]["share_reached"] == pytest.approx(800 / 1100, abs=1e-5)
 
 
 def test_data_sets_are_packed_together_unless_their_groups_differ(index: Path, tmp_path: Path) -> None:
@@ -151,13 +228,22 @@ def test_a_plan_has_to_suffice_from_where_the_run_continues(index: Path, tmp_pat
     packs = len(short)
     at = {"packs": 3, "source": planned_state(packs - 2, {})}
     refuse_short_plan(path, at, 2)
-    with pytest.raises(UserError, match=r'go[a-z]* on from it with data.accept_changed=\["plan"\]'):
+    with pytest.raises(
+        UserError, match=r'goes on with it and data.accept_changed=\["plan"\]: it begins with the packs of this'
+    ):
         refuse_short_plan(path, at, 3)  # of the few steps that are left
     refuse_short_plan(path, None, packs)
     refuse_short_plan(path, {"packs": 3, "source": {"format": "of an online run"}}, 2 * packs)  # refused as such
     (tmp_path / "longer").mkdir()
     longer = Plan.open(plan_file(index, tmp_path / "longer", epochs=4, datasets=weights))
     assert longer.packs(0, packs) == short.packs(0, packs)  # so that the sentence is true
+    older = [
+        {name: it for name, it in each.items() if name != "share_reached"} for each in short.facts.summary["datasets"]
+    ]
+    facts = replace(short.facts, summary=dict(short.facts.summary) | {"datasets": older})
+    write_table(Path(path), facts.schema, [pq.read_table(path)], facts.to_json())
+    with pytest.raises(UserError, match=r"Start over with it: it has another order, .* would lose samples"):
+        refuse_short_plan(path, at, 3)
 
 
 def test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_those_of_a_step_together(

@@ -1,6 +1,8 @@
 """A plan of a metadataset mixes its data sets as the metadataset says: weights, repetitions, subsets."""
 
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig
 from megatron.energon.metadataset.loader import load_dataset
+from support.made_index import before_splits_were_noted
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.convert import ConvertConfig, convert
@@ -17,6 +20,7 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.explain import changes
+from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
@@ -148,6 +152,69 @@ def test_a_part_that_its_metadataset_no_longer_names_is_in_no_plan(parts, measur
     assert drawn(index, tmp_path) == [{"a": 60, "b": 0, "c": 12}]
     measure(MeasureConfig(paths=(parts["c"],), out=index, workers=0), run())
     assert drawn(index, tmp_path) == [{"a": 60, "b": 0, "c": 12}], "under the name that it was measured by last"
+
+
+def test_an_edited_metadataset_drops_its_old_parts_also_under_another_name_and_says_so(parts, measured, tmp_path):
+    measured({"blend": entries(parts, a={"weight": 1}, b={"weight": 1})})
+    file = metadataset(tmp_path / "blend.yaml", {"blend": entries(parts, a={"weight": 1}, c={"weight": 3})})
+    report = measure(MeasureConfig(paths=(file,), out=tmp_path / "index", workers=0), run())
+    assert report.changes == (f"{parts['b']}/text (train) is no longer in the index: {file} does not name it",)
+    assert drawn(tmp_path / "index", tmp_path) == [{"a": 4, "b": 0, "c": 12}]
+    file.unlink()
+    renamed = metadataset(tmp_path / "new.yaml", {"blend": entries(parts, b={"weight": 1}, c={"weight": 1})})
+    report = measure(MeasureConfig(paths=(renamed,), out=tmp_path / "index", workers=0), run())
+    assert report.changes == (
+        f"{parts['c']}/text (train) is what {renamed} with weight 0.5 says of it now, no longer {file} with weight "
+        "0.75",
+        f"{parts['a']}/text (train) is no longer in the index: {renamed} does not name it",
+    )
+    assert drawn(tmp_path / "index", tmp_path) == [{"a": 0, "b": 12, "c": 12}]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_part_that_is_measured_alone_leaves_the_others_of_its_metadataset(parts, measured, tmp_path, gone):
+    index = measured({"blend_epochized": entries(parts, a={"repetitions": 3}, b={})})
+    if gone:
+        (tmp_path / "blend.yaml").unlink()
+    report = measure(MeasureConfig(paths=(parts["a"],), out=index, workers=0), run())
+    (told,) = report.changes
+    assert re.fullmatch(
+        r"\S*set-a/text \(train\) is what \S*set-a says of it now, no longer \S* with repetitions 3", told
+    )
+    assert [each.root for each in report.index.datasets] == [f"{parts[name]}/text" for name in "ab"]
+
+
+def test_weights_are_those_of_the_split_that_was_asked_for_whatever_splits_its_parts_have(parts, measured, tmp_path):
+    """`measure --split val` into the same index leaves the parts of train as they are."""
+    halves, index = tmp_path / "d" / "set-halves", tmp_path / "index"
+    chats = parts["a"].parent / "chats.jsonl"
+    convert(ConvertConfig(sources=(chats,), out=halves, split={"train": 0.5, "val": 0.5}, workers=0))
+    half = {"path": dataset_entry(str(halves)), "split_part": "val"}
+    listed = {"train": {"blend": [half | {"weight": 2}, *entries(parts, b={"weight": 1})]}, "val": half}
+    file = metadataset(tmp_path / "blend.yaml", {})
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"splits": listed}))
+
+    def measure_split(split: str) -> None:
+        measure(MeasureConfig(paths=(file,), out=index, workers=0, split=split), run())
+
+    def planned(split: str) -> list[tuple[str, str, int]]:
+        facts = make_plan([index], run(), tmp_path / "plan.parquet", force=True, splits=[split])
+        assert facts.splits == {split}
+        opened = Plan.open(tmp_path / "plan.parquet")
+        read = Counter(sample.dataset for pack in opened.packs(0, len(opened)) for sample in pack.samples)
+        return [(each.asked, each.split, read[number]) for number, each in enumerate(facts.datasets)]
+
+    for split in ("train", "val", "train"):
+        measure_split(split)
+    size = next(each for each in Index.open(index).datasets if each.asked == "val").shards[0].samples
+    train = [("train", "val", size), ("train", "train", size // 2)]
+    assert planned("train") == train
+    assert planned("val") == [("val", "val", size)]
+    before_splits_were_noted(index)
+    with pytest.raises(UserError, match=r"older version measured .*blend\.yaml with several splits.* measure' again"):
+        planned("train")
+    measure_split("train")
+    assert planned("train") == train
 
 
 def test_diff_tells_the_parts_of_a_metadataset_apart(parts, measured, tmp_path):

@@ -25,7 +25,7 @@ from energon_packing.offline import planner
 from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.files import METADATA
 from energon_packing.offline.index import INDEX_FILE, differing_lengths
-from energon_packing.offline.pack import shard_firsts
+from energon_packing.offline.pack import PackConfig, shard_firsts
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
@@ -104,7 +104,7 @@ def look_at(path: Path, before: Plan) -> None:
             assert min(sample.offset, sample.size, *(file.size for file in sample.media)) >= 0
     changes(before, plan)
     explanation(plan, found[0].samples[0].name)
-    shard_firsts(plan, store="tokens", media="copy", most_packs=4)
+    shard_firsts(plan, PackConfig(plan=plan.path, out=plan.path.parent, media="copy", shard_packs=4))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,22 +1,41 @@
 """``measure`` finds what the online loader finds, once."""
 
+import functools
 import json
 import os
 import pickle
+import re
+import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from support.made_index import before_splits_were_noted
 
+from energon_packing.cli.main import cli
 from energon_packing.cli.measure import measure as command
-from energon_packing.config import LimitsConfig, to_mapping
+from energon_packing.config import LimitsConfig, PlanConfig, to_mapping
+from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.replica import Replica
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline import measure as measuring
+from energon_packing.offline.explain import changes
+from energon_packing.offline.files import read_metadata, write_table
 from energon_packing.offline.index import Index, IndexedShard
 from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader, open_together
+from energon_packing.offline.pack import PackConfig
+from energon_packing.offline.pack import pack as pack_plan
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shared_work import work_shared
+from energon_packing.offline.verify import VerifyConfig, verify
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +121,22 @@ def test_processes_write_the_same_files_and_a_second_run_measures_nothing(index,
     assert (report.measured, report.reused) == (0, 6)
 
 
+def test_a_shard_that_is_given_to_a_worker_names_no_other_shard(dataset, run_of, tmp_path, monkeypatch):
+    """Else 100,000 shards would send 10 billion names."""
+    given = []
+
+    def recorded(config, tasks, *rest, **named):
+        given.extend(tasks)
+        return work_shared(config, tasks, *rest, **named)
+
+    monkeypatch.setattr(measuring, "work_shared", recorded)
+    measure(MeasureConfig(paths=(dataset,), out=tmp_path / "index", workers=0), run_of(dataset))
+    names = [task.shard for task in given]
+    assert len(names) > 1
+    for task in given:
+        assert [name for name in names if name.encode() in pickle.dumps(task)] == [task.shard]
+
+
 def test_only_what_is_new_or_changed_is_measured(dataset, run_of, tmp_path, sources):
     run, out = run_of(dataset), tmp_path / "index"
     measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)
@@ -177,8 +212,8 @@ def test_mistakes_are_one_sentence_each(dataset, run_of, tmp_path):
 def test_two_commands_that_begin_an_index_at_once_lose_no_data_set(sources, run_of, tmp_path):
     """The second begins and ends while the first measures, and both found no index."""
     first, second, out = tmp_path / "100%25 #1?mode=rw", tmp_path / "second", tmp_path / "index"
-    for data in (first, second):
-        convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    for data, records in ((first, sources[1:]), (second, sources)):
+        convert(ConvertConfig(sources=records, out=data, split={"train": 1.0}, workers=0))
     run = run_of(first)
     seen = []
 
@@ -190,14 +225,141 @@ def test_two_commands_that_begin_an_index_at_once_lose_no_data_set(sources, run_
     assert {each.path for each in Index.open(out).datasets} == {str(first), str(second)}
 
 
-def test_an_index_holds_one_split_so_that_no_plan_trains_on_another_one(sources, run_of, tmp_path):
-    data, out = tmp_path / "data", tmp_path / "index"
+@pytest.fixture(scope="module")
+def halves(sources, tmp_path_factory):
+    """A data set of two splits."""
+    data = tmp_path_factory.mktemp("halves") / "data"
     convert(ConvertConfig(sources=sources, out=data, split={"train": 0.6, "val": 0.4}, workers=0))
-    run = run_of(data)
-    measure(MeasureConfig(paths=(data,), out=out, workers=0), run)
-    with pytest.raises(UserError, match=r"holds the split train, .* measure the split val into an index of its own"):
-        measure(MeasureConfig(paths=(data,), out=out, split="val", workers=0), run)
-    assert {each.split for each in Index.open(out).datasets} == {"train"}
+    return data
+
+
+def split_of(plan):
+    """Splits of the shards whose samples a plan has."""
+    names = {(s.dataset, s.shard) for pack in plan.packs(0, len(plan)) for s in pack.samples}
+    return {plan.facts.datasets[at].shards[shard].name.partition("-")[0] for at, shard in names}
+
+
+def test_a_plan_has_the_split_that_is_named_and_never_another_beside_it(halves, run_of, tmp_path):
+    run, out, plan = run_of(halves), tmp_path / "index", tmp_path / "plan.parquet"
+    for split in ("train", "val"):
+        measure(MeasureConfig(paths=(halves,), out=out, split=split, workers=0), run)
+        if split == "train":
+            first = make_plan([out], run, plan)
+    for old in (False, True):
+        if old:
+            before_splits_were_noted(out)
+        with pytest.raises(UserError, match=r"hold the splits train \(.*\), val \(.*\); name the one .* --split"):
+            make_plan([out], run, plan, force=True)
+        with pytest.raises(UserError, match=r"hold the splits train \(.* or measure another one"):
+            make_plan([out], run, plan, force=True, splits=["test"])
+        assert make_plan([out], run, plan, force=True, splits=["train"]).id == first.id
+        assert split_of(Plan.open(plan)) == {"train"}
+    assert make_plan([out], run, plan, force=True, splits=["val", "train"]).splits == {"train", "val"}
+    assert split_of(Plan.open(plan)) == {"train", "val"}
+    assert list(open_loader(run_of(plan)))
+    with pytest.raises(ConfigError, match=r"plan of the split train, val, not of 'val' alone; name a plan"):
+        open_loader(run_of(plan), split="val", evaluation=2)
+    make_plan([out], run, plan, force=True, splits=["val"])
+    on_plan = run_of(plan)
+    in_bridge = functools.partial(open_together, replica=Replica(), reads=True)
+    for opened in (open_loader, build_loader, in_bridge, functools.partial(open_loader, evaluation=2)):
+        with pytest.raises(
+            ConfigError, match=r"plan of the split val, not of 'train'; .* or have the run ask for its split if"
+        ):
+            opened(on_plan)
+    assert list(open_loader(on_plan, split="val"))
+    assert list(open_loader(run_of(plan, data={"split": "val"})))
+
+
+def test_a_plan_of_several_splits_from_before_they_were_noted_is_refused(halves, run_of, tmp_path):
+    run, out, plan = run_of(halves), tmp_path / "index", tmp_path / "plan.parquet"
+    for split in ("train", "val"):
+        measure(MeasureConfig(paths=(halves,), out=out, split=split, workers=0), run)
+    facts = make_plan([out], run, plan, splits=["train", "val"])
+    older = tuple(replace(each, asked="") for each in facts.datasets)
+    write_table(plan, facts.schema, [pq.read_table(plan)], replace(facts, datasets=older).to_json())
+    with pytest.raises(ConfigError, match="samples of several splits, of which its version did not note"):
+        open_loader(run_of(plan))
+    packed = pack_plan(PackConfig(plan=plan, out=tmp_path / "packed", workers=0))
+    accepted = run_of(plan, data={"accept_changed": ("plan",)})
+    for split in (None, "train"):  # of an add-on that always names one
+        with pytest.warns(UserWarning, match="several splits, .* all are read"):
+            assert packed.packs == len(list(open_loader(accepted, split=split)))
+    with pytest.raises(ConfigError, match="samples of several splits, of which its version did not note"):
+        open_loader(accepted, split="val", evaluation=2)
+    assert replace(facts, datasets=older[:1]).splits == {"train"}
+
+
+@pytest.mark.parametrize("how", ["moved", "copied", "linked"])
+def test_a_data_set_at_another_place_replaces_its_entry_and_takes_its_turn(halves, sources, run_of, tmp_path, how):
+    here, there, other, out = (tmp_path / name for name in ("here", "there", "other", "index"))
+    shutil.copytree(halves, here)
+    convert(ConvertConfig(sources=sources[1:], out=other, split={"train": 1.0}, workers=0))
+    run, plan, first = run_of(here), tmp_path / "plan.parquet", tmp_path / "first.parquet"
+
+    def twice(path):
+        return replace(run, plan=PlanConfig(datasets={str(path): PlannedDatasetConfig(epochs=2)}))
+
+    measure(MeasureConfig(paths=(here, other), out=out, workers=0), run)
+    before = make_plan([out], twice(here), first)
+    {"moved": os.rename, "copied": shutil.copytree, "linked": lambda old, new: os.symlink(old, new)}[how](here, there)
+    if how != "moved":
+        measure(MeasureConfig(paths=(there, here), out=tmp_path / "both", workers=0), run)
+        with pytest.raises(UserError, match=r"here.* and .*there.* hold the same samples, .* or twice in one"):
+            make_plan([tmp_path / "both"], run, plan)
+    report = measure(MeasureConfig(paths=(there,), out=out, workers=0), run)
+    assert [Path(each.path).name for each in report.index.datasets] == ["there", "other"]
+    (change,) = report.changes
+    assert re.fullmatch(rf"{there}\S* replaces {here}\S* \(train\), which has the same samples", change)
+    after = make_plan([out], twice(there), plan)
+    assert (after.id, after.samples) == (before.id, before.samples)
+    assert make_plan([out], twice(other), plan, force=True).id != before.id
+    make_plan([out], replace(run, plan=PlanConfig(seed=7)), plan, force=True)
+    told = changes(Plan.open(first), Plan.open(plan))
+    assert told["entered"] == 0 < told["moved"] + told["kept"]
+    assert told["left"] == before.samples - Plan.open(plan).facts.samples > 0
+    measure(MeasureConfig(paths=(halves,), out=tmp_path / "second", workers=0), run)
+    with pytest.raises(UserError, match="hold the same samples, in two of the indexes"):
+        make_plan([out, tmp_path / "second"], run, plan, force=True)
+
+
+def test_what_an_index_holds_is_listed_and_taken_out_by_name_split_or_because_it_is_gone(halves, run_of, tmp_path):
+    data, copy, out, config = (tmp_path / name for name in ("data", "data2", "index", "run.yaml"))
+    shutil.copytree(halves, data)
+    processor = run_of(data).encoder.processor
+    config.write_text(json.dumps({"encoder": {"processor": processor}, "packing": {"pairs": "both"}}))
+
+    def told(*arguments):
+        done = CliRunner().invoke(cli, ["measure", *map(str, arguments), "--out", str(out)])
+        assert done.exit_code == (2 if "Error" in done.output else 0), done.output
+        return " ".join(done.output.split())
+
+    def held():
+        said = json.loads(CliRunner().invoke(cli, ["measure", "--list", "--json", "--out", str(out)]).stdout)
+        return [(Path(each["path"]).name, each["split"]) for each in said["datasets"]]
+
+    for split in ("train", "val"):
+        told(data, "--config", config, "--split", split, "--workers", 0)
+    assert held() == [("data", "train"), ("data", "val")]
+    assert "holds no nowhere of any split; --list shows" in told("--remove", "nowhere")
+    assert "of test; --list shows" in told("--remove", data, "--split", "test")
+    assert "Name the DATASET" in told("--remove")
+    assert "leave out" in told("--prune", data)
+    assert "Give --config" in told(data)
+    assert "Give one of --list, --remove and --prune" in told("--list", "--remove", data)
+    assert held() == [("data", "train"), ("data", "val")]
+    assert told("--remove", data, data, "--split", "val").count("(val) is removed") == 1
+    assert held() == [("data", "train")]
+    assert "is removed" not in told("--prune")
+    os.rename(data, copy)
+    assert "(train) is removed" in told("--prune")
+    assert held() == []
+    assert "holds no data set" in told("--list")
+    assert "holds no data set; measure one" in str(verify(VerifyConfig(directory=out)).findings[0])
+    told(copy, "--config", config, "--workers", 0)
+    assert held() == [("data2", "train")]
+    assert "(train) is removed" in told("--remove", copy)
+    assert held() == []
 
 
 def test_an_index_from_before_a_setting_is_not_measured_again(dataset, run_of, tmp_path, monkeypatch):
@@ -232,3 +394,73 @@ def test_shards_of_like_names_have_files_of_their_own():
     shards = [IndexedShard(name=name, samples=0, dropped=0, tokens=0, identity={}) for name in names]
     assert len({shard.file for shard in shards}) == len(names)
     assert not any("/" in shard.file for shard in shards)
+
+
+def test_media_that_changed_are_measured_again_and_an_older_index_is_not(dataset, run_of, tmp_path, monkeypatch):
+    data, run = tmp_path / "data", run_of(dataset)
+    shutil.copytree(dataset, data)
+    config = MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0)
+    (part,) = measure(config, run).index.datasets
+    shown = {
+        (part.media_shards[file["shard"]], shard.file)
+        for shard in part.shards
+        for row in Index.open(config.out).rows(part, shard).to_pylist()
+        for file in row["media"] or ()
+    }
+    name = sorted(shown)[0][0]
+    touched = [each for each in shown if each[0] == name]
+    os.utime(Path(part.media_root) / name, ns=(5, 5))
+    report = measure(config, run)
+    assert (report.measured, report.reused) == (len(touched), 6 - len(touched))
+
+    def without_states():
+        older = json.loads((config.out / "index.json").read_text())
+        for each in older["datasets"]:
+            del each["media_states"]
+        (config.out / "index.json").write_text(json.dumps(older))
+        for file in (config.out / part.name).glob("*.parquet"):
+            table, facts = pq.read_table(file), read_metadata(file)
+            write_table(file, table.schema, [table], {name: facts[name] for name in facts if name != "media"})
+
+    without_states()
+    assert Index.open(config.out).datasets[0].media_states == ()
+    looked, states_of = [], measuring.ShardMeasurer.states_of
+
+    def looking(self, root, names):
+        looked.extend(names)
+        return states_of(self, root, names)
+
+    monkeypatch.setattr(measuring.ShardMeasurer, "states_of", looking)
+    for _ in range(2):  # from the second time on there are states to compare, of the whole data set
+        looked.clear()
+        report = measure(config, run)
+        assert (report.measured, report.reused) == (0, 6)
+        assert report.index.datasets[0].media_states == part.media_states
+        assert len(looked) <= 2 * len(part.media_shards), "not all media for every shard"
+    with (Path(part.media_root) / name).open("ab") as file:
+        file.write(b"\0" * 512)
+    assert measure(config, run).measured == 6
+    assert measure(config, run).measured == 0
+    without_states()
+    measuring.edit_index(config.out, remove=[data])
+    assert measure(config, run).measured == 6, "nothing says of which media these rows are"
+
+
+def test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures(
+    sources, run_of, tmp_path
+):
+    data, out = tmp_path / "data", tmp_path / "index"
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    config, run, refused = MeasureConfig(paths=(data,), out=out, workers=0), run_of(data), []
+
+    def meanwhile(stage, done, total):
+        if not refused:
+            with pytest.raises(UserError, match=r"measured with another encoder: encoder\.train_on") as caught:
+                measure(config, run_of(data, encoder={"train_on": "all"}))
+            refused.append(caught.value)
+
+    index = measure(config, run, meanwhile).index
+    assert refused
+    kept = {row["key"]: row["targets"] for _, _, row in rows_of(index).values()}
+    alone = measure(MeasureConfig(paths=(data,), out=tmp_path / "alone", workers=0), run).index
+    assert kept == {row["key"]: row["targets"] for _, _, row in rows_of(alone).values()}

@@ -7,7 +7,7 @@ from bench.offline_index import drawn_mix
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from energon_packing.offline.order import RUN, SHARE, balanced_order, incomplete_group
+from energon_packing.offline.order import RUN, SHARE, balanced_order, order_again
 from energon_packing.offline.planner import efficiency_of
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.constraints import Constraints
@@ -16,6 +16,8 @@ from energon_packing.packing.partition import check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths_flat
+
+NOTHING = np.zeros(0)
 
 
 def costs_of_packs(lengths: np.ndarray, patches: np.ndarray, capacity: int) -> np.ndarray:
@@ -42,7 +44,7 @@ def mixes() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", ["d32", "e", "mix"])
 def test_ranks_hardly_wait_at_any_data_parallel_size(mixes: dict[str, np.ndarray], name: str) -> None:
     costs = mixes[name]
-    ordered = costs[balanced_order(costs, group=512, start=0, near=None, seed=[0])]
+    ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
     for ranks, least in ((8, 0.998), (64, 0.99), (512, 0.98)):
         efficiency = efficiency_of(ordered, ranks)
         assert efficiency is not None
@@ -56,7 +58,7 @@ def test_ranks_hardly_wait_at_any_data_parallel_size(mixes: dict[str, np.ndarray
 def test_the_mean_of_any_32_steps_is_near_that_of_the_whole(mixes: dict[str, np.ndarray], name: str, seed: int) -> None:
     costs = mixes[name]
     group = 64  # hundreds of steps of the largest size
-    ordered = costs[balanced_order(costs, group=group, start=0, near=None, seed=[seed])]
+    ordered = costs[balanced_order(costs, group=group, before=NOTHING, seed=[seed])]
     steps = ordered[: costs.size // group * group].reshape(-1, group).mean(axis=1)
     sums = np.concatenate([[0.0], np.cumsum(steps)])
     means = (sums[RUN:] - sums[:-RUN]) / RUN / costs.mean()
@@ -68,27 +70,75 @@ def test_the_mean_of_any_32_steps_is_near_that_of_the_whole(mixes: dict[str, np.
 @given(
     costs=st.lists(st.integers(1, 50), max_size=120),
     group=st.integers(1, 24),
-    start=st.integers(0, 50),
-    near=st.one_of(st.none(), st.floats(1, 50)),
+    before=st.lists(st.integers(1, 50), max_size=50),
     seed=st.integers(0, 5),
 )
-def test_every_pack_has_one_place(costs: list[int], group: int, start: int, near: float | None, seed: int) -> None:
-    order = balanced_order(np.array(costs), group=group, start=start, near=near, seed=[seed])
+def test_every_pack_has_one_place_in_every_epoch_and_pass(
+    costs: list[int], group: int, before: list[int], seed: int
+) -> None:
+    begun = np.array(before[: len(before) % group])
+    order = balanced_order(np.array(costs), group=group, before=begun, seed=[seed])
     assert sorted(order.tolist()) == list(range(len(costs)))
-    again = balanced_order(np.array(costs), group=group, start=start, near=near, seed=[seed])
+    again = balanced_order(np.array(costs), group=group, before=begun, seed=[seed])
     assert order.tolist() == again.tolist()
+    start, stop = len(before), len(before) + len(costs)
+    for position, older in ((stop, False), (start, False), (stop, True)):
+        passed = order_again(start, stop, position=position, group=group, seed=[seed], older=older)
+        assert sorted(passed.tolist()) == list(range(start, stop))
+
+
+def epochs_of(costs: np.ndarray, group: int, seed: int, epochs: int = 3) -> np.ndarray:
+    """Costs of these packs in the order of a plan of several epochs."""
+    planned = NOTHING
+    for epoch in range(epochs):
+        before = planned[planned.size // group * group :]
+        planned = np.append(planned, costs[balanced_order(costs, group=group, before=before, seed=[seed, epoch])])
+    return planned
+
+
+@pytest.mark.parametrize(("packs", "least"), [(242, 0.98), (477, 0.99), (1011, 0.993), (2420, 0.997)])
+def test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass(
+    mixes: dict[str, np.ndarray], packs: int, least: float
+) -> None:
+    for seed in range(3):
+        costs = np.random.default_rng(seed).choice(mixes["d32"], packs, replace=False)
+        planned = epochs_of(costs, 512, seed)
+        passes = [planned[:packs]]
+        for later in (1, 2):
+            order = order_again(0, packs, position=later * packs, group=512, seed=[seed, later])
+            passes.append(passes[0][order])
+        for ordered in (planned, np.concatenate(passes)):
+            for ranks in (2, 4, 8):
+                efficiency = efficiency_of(ordered, ranks)
+                assert efficiency is not None
+                assert efficiency >= least, (seed, ranks)
+
+
+@pytest.mark.parametrize("group", [96, 384])
+def test_the_rest_is_cut_by_the_divisors_of_any_group(mixes: dict[str, np.ndarray], group: int) -> None:
+    costs = np.random.default_rng(0).choice(mixes["d32"], group - 1, replace=False)
+    efficiency = efficiency_of(epochs_of(costs, group, 0), 8)
+    assert efficiency is not None
+    assert efficiency >= 0.9
+    shuffled = efficiency_of(np.random.default_rng(0).permutation(costs), 8)
+    assert shuffled is not None
+    assert shuffled < 0.75
+
+
+def test_an_order_of_older_versions_is_that_of_their_states() -> None:
+    """As main of 2651f827 gave it."""
+    packs = order_again(0, 22, position=22, group=8, seed=[7, 1, 0, 5], older=True)
+    assert packs.tolist() == [10, 11, 7, 6, 4, 5, 0, 1, 2, 3, 9, 8, 15, 14, 12, 13, 21, 19, 18, 20, 16, 17]
+    assert packs.tolist() != order_again(0, 22, position=22, group=8, seed=[7, 1, 0, 5]).tolist()
 
 
 def test_a_group_that_two_epochs_share_has_packs_of_similar_cost(mixes: dict[str, np.ndarray]) -> None:
     costs, group = mixes["d32"][:5000], 512
-    first = costs[balanced_order(costs, group=group, start=0, near=None, seed=[0])]
-    near = incomplete_group(first, 0, group)
-    second = costs[balanced_order(costs, group=group, start=first.size, near=near, seed=[1])]
-    both = np.concatenate([first, second])
-    shared = both[first.size // group * group :][:group]
+    both = epochs_of(costs, group, 0, epochs=2)
+    shared = both[costs.size // group * group :][:group]
     assert shared.mean() >= 0.95 * shared.max()
     assert np.random.default_rng(0).permutation(costs)[:group].mean() < 0.6 * costs.max()
-    whole, alone = efficiency_of(both, group), efficiency_of(first, group)
+    whole, alone = efficiency_of(both, group), efficiency_of(both[: costs.size], group)
     assert whole is not None
     assert alone is not None
     assert whole >= alone - 0.005
@@ -100,7 +150,7 @@ def test_the_order_is_a_fair_shuffle(mixes: dict[str, np.ndarray]) -> None:
     places = []
     for seed in range(4):
         place = np.empty(costs.size)
-        place[balanced_order(costs, group=group, start=0, near=None, seed=[seed])] = np.arange(costs.size)
+        place[balanced_order(costs, group=group, before=NOTHING, seed=[seed])] = np.arange(costs.size)
         places.append(place)
     # A group moves as a whole: a correlation has the noise of as many numbers as there are groups.
     noise = 4 / np.sqrt(costs.size / group)
@@ -111,7 +161,7 @@ def test_the_order_is_a_fair_shuffle(mixes: dict[str, np.ndarray]) -> None:
 
 
 def test_every_group_is_shuffled_in_its_own_way() -> None:
-    groups = balanced_order(np.arange(1024.0), group=64, start=0, near=None, seed=[0]).reshape(16, 64)
+    groups = balanced_order(np.arange(1024.0), group=64, before=NOTHING, seed=[0]).reshape(16, 64)
     assert len({tuple(np.argsort(group)) for group in groups}) == 16
 
 

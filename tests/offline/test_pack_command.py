@@ -16,6 +16,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
@@ -26,10 +28,12 @@ from test_planned_loader import planned
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import UserError
+from energon_packing.offline.files import read_metadata, write_table
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PACK_FORMATS, PackConfig, PackFormat, pack, register_pack_format
 from energon_packing.offline.packed import Packed, PackedFacts
+from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shards import ShardFile, ShardWriter
 from energon_packing.offline.stored_pack import StoredPack
@@ -93,6 +97,34 @@ def test_a_second_pack_does_nothing_and_ranks_share_the_shards(plan_of, whole, t
     assert [bool(each.missing) for each in reports] == [True, True, False]
     assert sum(each.packed for each in reports) == len(reports[-1].facts.shards)
     assert contents(out) == before
+
+
+def test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_byte(plan_of, tmp_path, monkeypatch):
+    out, seen = tmp_path / "packed", []
+    pack(options(plan_of, out, rank=0, world_size=4))
+    opened, read = ShardFile.__init__, Plan._read
+
+    def open_recorded(self, path):
+        seen.append(path.name)
+        opened(self, path)
+
+    def read_recorded(self, number, columns):
+        seen.append("the whole plan" if columns else "rows")
+        return read(self, number, columns)
+
+    monkeypatch.setattr(ShardFile, "__init__", open_recorded)
+    monkeypatch.setattr(Plan, "_read", read_recorded)
+    copied = (out / "plan.parquet").stat().st_ino
+    report = pack(options(plan_of, out, rank=1, world_size=4))
+    assert report.missing > 0
+    shards = {name for name in seen if name.startswith("shard")}
+    assert shards == {f"shard-{number:05}.bin" for number in range(1, len(report.facts.firsts), 4)}
+    assert "the whole plan" not in seen
+    assert (out / "plan.parquet").stat().st_ino == copied
+    for rank in (2, 3):
+        report = pack(options(plan_of, out, rank=rank, world_size=4))
+    assert report.missing == 0
+    assert not verify(VerifyConfig(directory=out, share=0.0)).findings
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, KILLED_RUNS))])
@@ -457,3 +489,63 @@ def test_an_address_without_a_cluster_is_a_sentence(plan_of, tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     done = invoke("pack", plan_of.data.path, "--out", tmp_path / "p", "--executor", "ray", "--address", "127.0.0.1:1")
     assert (done.exit_code, "there is no Ray cluster that this machine can join" in done.stderr) == (2, True)
+
+
+def test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies(dataset, run_of, tmp_path):
+    run = planned(run_of(dataset), dataset, tmp_path)
+    plan, out = Path(run.data.path), tmp_path / "packed"
+    pack(PackConfig(plan=plan, out=out, workers=0))
+
+    def found(path):
+        done = CliRunner().invoke(cli, ["verify", str(path), "--share", "0"])
+        assert done.exit_code in (0, 1), done.output
+        return "" if done.exit_code == 0 else done.output
+
+    assert [found(path) for path in (plan, out, tmp_path / "index")] == [""] * 3
+    whole = {path: path.read_bytes() for path in (plan, out / "plan.parquet", drops_path(plan))}
+    table, facts = pq.read_table(plan), read_metadata(plan)
+    rows = table.to_pylist()
+    first, other = next(at for at, row in enumerate(rows) if row["media"]), len(rows) - 1
+    columns = [name for name in rows[0] if name != "pack"]
+    other_encoder = {**facts["config"], "encoder": {**facts["config"]["encoder"], "train_on": "all"}}
+    for change, said in (
+        (columns, "does not hold what its id"),
+        *((name, "other rows or settings than were written") for name in (["key"], ["offset"], ["size"], ["media"])),
+        ({"config": other_encoder}, "other rows or settings than were written"),
+    ):
+        copies = [dict(row) for row in rows]
+        if isinstance(change, list):
+            copies[first] |= {name: rows[other][name] for name in change}
+        groups = [*facts["row_groups"], facts["packs"]]
+        changed = pa.Table.from_pylist(copies, schema=table.schema)
+        assert len(groups) == 2
+        for path in (plan, out / "plan.parquet"):
+            write_table(path, table.schema, [changed], facts | (change if isinstance(change, dict) else {}))
+            assert said in found(path.parent if path.parent == out else path).replace("\n", " ")
+            path.write_bytes(whole[path])
+    (out / "plan.parquet").write_bytes(whole[plan][:200] + b"\0" * 40 + whole[plan][240:])
+    assert "plan.parquet" in found(out)
+    (out / "plan.parquet").write_bytes(whole[plan])
+    drops_path(plan).write_text(whole[drops_path(plan)].decode() + '{"dropped": "x", "reason": "oversize"}\n')
+    assert "has the drops" in found(plan)
+    drops_path(plan).unlink()
+    assert "No such file" in found(plan)
+    (out / "drops.jsonl").unlink()
+    assert "No such file" in found(out)
+    file = next((tmp_path / "index").glob("*/*.parquet"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-20])
+    assert "is damaged or of another shard" in found(tmp_path / "index")
+    file.unlink()
+    assert f"{file.name} is missing" in found(tmp_path / "index").replace("\n", "")
+
+
+def test_settings_of_a_packed_directory_that_somebody_changed_are_found(dataset, run_of, tmp_path):
+    run = planned(run_of(dataset), dataset, tmp_path)
+    pack(PackConfig(plan=Path(run.data.path), out=tmp_path / "packed", workers=0))
+    manifest = tmp_path / "packed" / "packed.json"
+    said = json.loads(manifest.read_text())
+    said["encoder"]["train_on"] = "all"
+    manifest.write_text(json.dumps(said))
+    report = verify(VerifyConfig(directory=tmp_path / "packed", share=0))
+    assert "was packed with train_on='assistant', the manifest says 'all'" in str(report.findings[0])

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -13,11 +14,20 @@ from support.offline_processors import glm4v
 from test_planned_loader import digests, planned
 
 from energon_packing import build_loader, thd
-from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig, RunConfig
+from energon_packing.config import (
+    PACK_LIMITS,
+    DataConfig,
+    EncoderConfig,
+    LimitsConfig,
+    PackingConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.files import read_metadata, write_table
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.plan import Plan
@@ -230,6 +240,26 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(dataset, ru
     assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
 
 
+def test_packing_that_drops_more_than_the_budget_stops_however_few_the_samples_are(dataset, run_of, tmp_path):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied, drop_budget=0.1), copied, tmp_path)
+    plan = Plan.open(run.data.path)
+    samples = [each for made in plan.packs(0, len(plan)) for each in made.samples]
+    (source,) = plan.facts.datasets
+    for media in (media for each in samples for media in each.media):
+        with (Path(source.media_root) / source.media_shards[media.shard]).open("r+b") as file:
+            file.seek(media.offset)
+            file.write(b"\0" * media.size)
+    bad = sum(bool(each.media) for each in samples)
+    asked = PackConfig(plan=Path(run.data.path), out=tmp_path / "packed", workers=0, store="pixels")
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=rf"{bad} of {len(samples)} samples .* packing\.drop_budget=0\.1 of the plan"
+        ):
+            pack(asked)
+
+
 def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)
@@ -284,3 +314,56 @@ def test_a_run_whose_settings_are_not_those_of_the_stored_packs_is_refused_by_na
     changed = {name: dataclasses.replace(getattr(run, name), **values) for name, values in change.items()}
     with pytest.raises(ConfigError, match=sentence):
         open_loader(dataclasses.replace(run, **changed))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("way", ["plan", "tokens"])
+def test_media_that_changed_since_they_were_measured_end_the_run_by_name(dataset, run_of, tmp_path, way, workers):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied), copied, tmp_path)
+    (source,) = Plan.open(run.data.path).facts.datasets
+    (name,) = source.media_shards
+    shard = Path(source.media_root) / name
+    run = run if way == "plan" else packed(run, tmp_path, way)
+    content = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(content)  # a copy is as good
+    assert read(run, workers=workers)
+    for changed, told in (
+        (b"\0" * 512 + content, f"{len(content) + 512} bytes, .* instead of {len(content)} bytes"),
+        (b"\0" * len(content), f"{len(content)} bytes, first header .* instead of {len(content)} bytes"),
+    ):
+        shard.write_bytes(changed)
+        with pytest.raises(UserError, match=rf"{name} changed since it was measured \({told}"):
+            read(run, workers=workers)
+    shard.rename(tmp_path / "away.tar")
+    with pytest.raises(UserError, match=rf"{name}, media of the plan, is missing \(No such file"):
+        read(run, workers=workers)
+
+
+def test_a_plan_of_an_index_without_sizes_of_media_is_read_as_before(plan_of, tmp_path):
+    plan = Plan.open(plan_of.data.path)
+    table, facts = pq.read_table(plan.path), read_metadata(plan.path)
+    for each in facts["datasets"]:
+        del each["media_states"]
+    write_table(tmp_path / "older.parquet", table.schema, [table], facts)
+    older = dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, path=str(tmp_path / "older.parquet")))
+    check_same(read(plan_of), read(older))
+
+
+@pytest.mark.parametrize(
+    "name", [*PACK_LIMITS, *(f"limits.{each.name}" for each in dataclasses.fields(LimitsConfig) if "max" in each.name)]
+)
+def test_a_limit_of_the_run_that_is_tighter_than_the_plans_is_refused_by_name(plan_of, packed_runs, name):
+    """Also where a state would be restored: the loader is built before."""
+    if name == "max_padded_pixels_per_pack":
+        pytest.skip("this family pads no images; tests/energon/test_padded_pixels.py")
+    for run in (plan_of, packed_runs["tokens"], packed_runs["pixels"]):
+        section, _, limit = ("packing", "", name) if name in PACK_LIMITS else ("encoder", *name.split(".")[1:] * 2)
+        change = {limit: 5}
+        if section == "encoder":
+            change = {"limits": dataclasses.replace(run.encoder.limits, **change)}
+        tighter = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **change)})
+        with pytest.raises(ConfigError, match=rf"was made with (packing|encoder\.limits)\.{limit}=None, .*this run"):
+            open_loader(tighter)

@@ -52,6 +52,9 @@ def test_the_summary_has_the_figures_of_the_plan(index: Path, tmp_path: Path) ->
     shown = plan(index, *SETTINGS, "--out", out, "--force")
     assert shown.exit_code == 0
     assert "dropped: bad_record 1, oversize 1" in shown.output
+    (line,) = (line.split() for line in shown.output.splitlines() if line.lstrip().startswith("/data/b"))
+    total = sum(sample.dataset == 1 for pack in opened.packs(0, len(opened)) for sample in pack.samples)
+    assert line == ["/data/b", "60", f"{found['datasets'][1]['tokens']:,}", "1", "-", f"{total / 520:.2%}"]
     assert "Traceback" not in shown.output
 
 

@@ -5,6 +5,7 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
-from energon_packing.offline.packs import SampleRemeasurer
+from energon_packing.offline.packs import Passes, SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shared_work import WorkersConfig
 
 
 def planned(run, dataset, folder, *, also=(), **settings):
@@ -166,6 +168,12 @@ def test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ra
         loader.restore_state(state)
         parts.append(digests(itertools.islice(loader, 4)))
     assert [made for step in zip(*parts, strict=True) for made in step] == (second + third)[3:15]
+    resumed = open_loader(stored)
+    resumed.restore_state(state | {"order": 2})  # of a version that ordered what is left of groups otherwise
+    numbers = [Passes(Plan.open(plan_of.data.path).facts, older=True).number(packs + at) for at in range(3, 7)]
+    went_on = [keys for _, keys, _ in digests(itertools.islice(resumed, 4))]
+    assert went_on == [first[number][1] for number in numbers]
+    assert resumed.save_state()["order"] == 2
     older = {name: value for name, value in state.items() if name != "order"}
     with pytest.raises(ConfigError, match=r'the last of \d+ packs, where the version that saved.*changed=\["order"\]'):
         open_loader(endless).restore_state(older)
@@ -174,6 +182,67 @@ def test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ra
     with pytest.warns(UserWarning, match="was at position .* had another order"):
         loader.restore_state(older)
     assert digests(itertools.islice(loader, 4)) == (second + third)[3:7]
+
+
+def test_samples_that_are_measured_again_by_several_processes_make_the_same_plan(dataset, run_of, tmp_path):
+    run = run_of(dataset, seq_length=256, oversize="split")
+    index, encoder = tmp_path / "index", build_task_encoder(run)
+    measure(MeasureConfig(paths=(Path(dataset),), out=index, workers=0), run)
+    asked = []
+
+    class Elsewhere(SampleRemeasurer):
+        def do(self, task):
+            (tmp_path / f"process-{os.getpid()}").touch()
+            return super().do(task)
+
+    made = []
+    for number, workers in enumerate((0, 1, 3)):
+        again = Elsewhere(encoder, [index], WorkersConfig(workers=workers), run)
+        make_plan([index], run, tmp_path / f"{number}.parquet", limits=encoder.limits, remeasure=again)
+        made.append((tmp_path / f"{number}.parquet").read_bytes())
+        asked.append(len(list(tmp_path.glob("process-*"))))
+    assert made[0] == made[1] == made[2]
+    assert asked[0] == 1 < asked[1] < asked[2], "by processes"
+    copied = pickle.loads(pickle.dumps(SampleRemeasurer(encoder, [index], None, run)))  # as to another machine
+    make_plan([index], run, tmp_path / "copied.parquet", limits=encoder.limits, remeasure=copied)
+    assert (tmp_path / "copied.parquet").read_bytes() == made[0]
+
+
+@pytest.mark.parametrize("form", ["plan", "packed"])
+def test_media_of_a_pack_are_announced_to_the_kernel_in_the_order_of_their_places_before_one_is_read(
+    plan_of, tmp_path, monkeypatch, form
+):
+    if form == "packed":
+        pack_plan(PackConfig(plan=Path(plan_of.data.path), out=tmp_path / "packed", workers=0))
+    path = plan_of.data.path if form == "plan" else str(tmp_path / "packed")
+    plan, seen = Plan.open(plan_of.data.path), []
+
+    def place(descriptor, offset, size):
+        return os.readlink(f"/proc/self/fd/{descriptor}"), offset, size
+
+    advise, read = os.posix_fadvise, os.pread
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda *to: (seen.append(("expected", place(*to[:3]))), advise(*to))[1], raising=True
+    )
+    monkeypatch.setattr(
+        os, "pread", lambda file, size, at: (seen.append(("read", place(file, at, size))), read(file, size, at))[1]
+    )
+    loader = iter(open_loader(dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, path=path))))
+    checked = 0
+    for pack in plan.packs(0, len(plan)):
+        seen.clear()
+        next(loader)
+        media = set()
+        for sample in pack.samples:
+            source = plan.facts.datasets[sample.dataset]
+            tars = [Path(source.media_root) / source.media_shards[each.shard] for each in sample.media]
+            media |= {(str(tar), each.offset, each.size) for tar, each in zip(tars, sample.media, strict=True)}
+        told = [at for what, at in seen if what == "expected"]
+        first = next((number for number, (what, at) in enumerate(seen) if what == "read" and at in media), 0)
+        assert sorted(media) == told
+        assert [what for what, at in seen[:first] if at in media] == ["expected"] * len(media)
+        checked += len(media) > 2
+    assert checked
 
 
 def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):
@@ -297,3 +366,14 @@ def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_o
         list(open_loader(run))
     with pytest.raises(UserError, match="There is no plan"):
         open_loader(dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(tmp_path / "no.parquet"))))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plan_that_was_replaced_under_its_run_is_not_read_as_the_old_one(dataset, run_of, tmp_path, workers):
+    (tmp_path / "other").mkdir()
+    run = planned(run_of(dataset), dataset, tmp_path)
+    other = planned(run_of(dataset), dataset, tmp_path / "other", seed=7)
+    loader = open_loader(run, workers=workers)
+    os.replace(other.data.path, run.data.path)
+    with pytest.raises(UserError, match=r"plan\.parquet was replaced by another plan since this run began"):
+        next(iter(loader))

@@ -1,12 +1,17 @@
 """Plans of drawn indexes: a partition within all limits, deterministic, readable range by range."""
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,10 +25,10 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.files import HOST
-from energon_packing.offline.index import Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.report.stats import stats_report
 from energon_packing.report.stats_samples import samples_of_index
@@ -191,6 +196,35 @@ def test_the_same_index_configuration_and_seed_give_the_same_bytes_and_other_see
     assert len(one) == pytest.approx(len(other), abs=1)
 
 
+PLANS = """
+import sys
+from pathlib import Path
+from energon_packing.config import RunConfig, from_mapping
+from energon_packing.offline.planner import make_plan
+for limits in ({}, {"max_patches_per_pack": 60}, {"max_cost_per_pack": 900, "policy": "balanced"}):
+    values = {"packing": {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, **limits}}
+    run = from_mapping(RunConfig, values | {"plan": {"max_data_parallel": 8, "epochs": 2}}, where="the test")
+    facts = make_plan([sys.argv[1]], run, Path(sys.argv[2]), force=True)
+    print(facts.id, facts.packs)
+"""
+
+
+def test_plans_under_limits_have_one_id_on_processors_with_avx512_with_avx2_and_with_neither(tmp_path: Path) -> None:
+    """NumPy is told not to use what this machine may have; where it lacks AVX-512, two of the three are the same."""
+    random = np.random.default_rng(5)
+    sizes = random.integers([1, 0, 0], [45, 6, 9], (3000, 3)).tolist()  # many are equal, and any may be selected
+    rows = [row(16 * length, images=images, patches=patches) for length, images, patches in sizes]
+    index = made_index(tmp_path / "index", {"a": [rows]})
+    wide = "X86_V4 AVX512_ICL AVX512_SPR AVX512_SKX AVX512F AVX512CD"
+    made = []
+    for without in ("", wide, f"{wide} X86_V3 AVX2 FMA3"):
+        command = [sys.executable, "-W", "ignore", "-c", PLANS, str(index), str(tmp_path / "plan.parquet")]
+        environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": without}
+        made.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert made[0] == made[1] == made[2]
+    assert len(made[0].splitlines()) == 3
+
+
 def test_a_plan_is_known_by_what_it_holds_not_by_where_its_data_are_or_how_they_are_loaded(tmp_path: Path) -> None:
     """So a saved state goes on after the data set was moved, or with other workers."""
 
@@ -231,11 +265,20 @@ def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
         plan.packs(0, len(plan) + 1)
 
 
+def test_a_reader_of_one_pack_reads_few_rows_of_others(tmp_path: Path) -> None:
+    index = made_index(tmp_path / "index", {"a": [[row(100)] * 20_000]})
+    plan = planned(tmp_path, index, config())
+    groups = pq.ParquetFile(plan.path).metadata
+    rows = [groups.row_group(at).num_rows for at in range(groups.num_row_groups)]
+    assert sum(rows) == 20_000
+    assert max(rows) < 5_000
+
+
 def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index: Path, tmp_path: Path) -> None:
     plan = planned(tmp_path, index, config())
     assert plan.facts.drops == {"bad_record": 1, "over_limit": 1, "oversize": 1}
     lines = [json.loads(line) for line in drops_path(plan.path).read_text().splitlines()]
-    assert lines[0] == {"plan": plan.facts.id}
+    assert lines[0]["plan"] == plan.facts.id
     by_reason = {line["reason"]: line for line in lines[1:]}
     assert by_reason["oversize"]["dropped"] == "b-0-7"
     assert by_reason["oversize"]["setting"] == "packing.seq_length"
@@ -248,14 +291,10 @@ def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index:
 def test_samples_that_the_configuration_changes_are_measured_again_and_no_others(index: Path, tmp_path: Path) -> None:
     asked: list[tuple[str, str, list[int]]] = []
 
-    def remeasure(dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
-        asked.append((dataset.name, shard.name, rows))
-        return [
-            {0: sized(900, 0, 0), 1: ("no_targets", "none"), 2: sized(4, 0, 0)}
-            if number == 7
-            else {-1: sized(40, 0, 13)}
-            for number in rows
-        ]
+    def remeasure(shards: Sequence[RowsOfShard]) -> list[list[Remeasured]]:
+        asked.extend((dataset.name, shard.name, rows) for dataset, shard, rows in shards)
+        pieces: Remeasured = {0: sized(900, 0, 0), 1: ("no_targets", "none"), 2: sized(4, 0, 0)}
+        return [[pieces if number == 7 else {-1: sized(40, 0, 13)} for number in rows] for _, _, rows in shards]
 
     run = config(packing={"oversize": "split"})
     plan = planned(tmp_path, index, run, remeasure=remeasure)
@@ -328,7 +367,7 @@ def test_indexes_share_a_plan_unless_their_encoders_differ_or_a_data_set_is_in_b
     make_plan([paths[0], paths[4]], config(), tmp_path / "of_both.parquet")
     with pytest.raises(UserError, match="processor is 'one' in one and 'two' in the other"):
         make_plan([paths[0], paths[2]], config(), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match="is in two of the indexes"):
+    with pytest.raises(UserError, match="hold the same samples, in two of the indexes"):
         make_plan([paths[0], paths[3]], config(), tmp_path / "x.parquet")
 
 
@@ -360,6 +399,44 @@ def test_too_many_drops_stop_the_plan_and_name_the_reasons(tmp_path: Path) -> No
     index = made_index(tmp_path / "index", {"a": [rows]})
     with pytest.raises(UserError, match=r"150 of 400 samples would be dropped \(oversize 150; the first is a-0-250"):
         planned(tmp_path, index, config(packing={"drop_budget": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "budget", "stops"),
+    [(1, 198, 0.1, True), (89, 11, 0.1, True), (90, 10, 0.1, False), (71, 29, 0.29, False), (99, 1, 0.0, True)],
+)
+def test_over_a_known_population_the_budget_is_the_share_itself(
+    tmp_path: Path, good: int, bad: int, budget: float, stops: bool
+) -> None:
+    index = made_index(tmp_path / "index", {"a": [[*(row(50) for _ in range(good)), *(row(5000) for _ in range(bad))]]})
+    run = config(packing={"drop_budget": budget})
+    if not stops:
+        assert planned(tmp_path, index, run).facts.samples == good
+        return
+    with pytest.raises(UserError, match=rf"{bad} of {good + bad} samples would be dropped .* allows"):
+        planned(tmp_path, index, run)
+
+
+def test_the_budget_counts_what_the_epochs_read_of_each_data_set(tmp_path: Path) -> None:
+    bad = [*(row(50) for _ in range(10)), *(row(5000) for _ in range(10))]
+    index = made_index(tmp_path / "index", {"a": [[row(50) for _ in range(180)]], "b": [bad]})
+
+    def dropped(**datasets: Any) -> str:
+        run = config(packing={"drop_budget": 0.1}, plan={"datasets": datasets})
+        try:
+            planned(tmp_path, index, run)
+        except UserError as error:
+            return str(error).partition(" samples")[0]
+        return ""
+
+    assert dropped() == "", "10 of 200"
+    assert dropped(b={"epochs": 0}) == ""
+    assert dropped(b={"epochs": 4}) == "40 of 260"
+    assert dropped(a={"weight": 1}, b={"weight": 1}) == "10 of 30"
+    assert dropped(a={"epochs": 0}) == "10 of 20"
+    both = made_index(tmp_path / "both", {"a": [bad], "b": [bad]})
+    with pytest.raises(UserError, match=r"the first is b-0-10: "):
+        planned(tmp_path, both, config(packing={"drop_budget": 0.1}, plan={"datasets": {"a": {"epochs": 0}}}))
 
 
 PROCESSOR = str(processor_path("qwen2_5_vl"))

@@ -1,5 +1,6 @@
 """Indexes for tests, written through the real format, with sizes that the test chooses."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pyarrow as pa
 
 from energon_packing.config import EncoderConfig, to_mapping
 from energon_packing.offline.files import write_table
-from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import INDEX_FILE, SCHEMA, Index, IndexedDataset, IndexedShard
 
 Row = dict[str, Any]
 
@@ -88,6 +89,14 @@ def made_index(
         fingerprint=fingerprint or {"processor": "one"},
     ).save()
     return directory
+
+
+def before_splits_were_noted(directory: Path) -> None:
+    """Makes an index one of the versions that did not note which split was asked for."""
+    content = json.loads((directory / INDEX_FILE).read_text())
+    for each in content["datasets"]:
+        del each["asked"]
+    (directory / INDEX_FILE).write_text(json.dumps(content))
 
 
 def drawn_rows(count: int, *, seed: int = 0, most: int = 900) -> list[Row]:

@@ -20,21 +20,16 @@ _WHOLE = ("-1", -1)
 
 def _is_keyframed(record: Mapping[str, Any]) -> bool:
     captions = record.get("captions")
-    return (
-        isinstance(record.get("video_path"), str)
-        and isinstance(captions, list)
-        and bool(captions)
-        and all(isinstance(each, dict) and {"idx", "content"} <= each.keys() for each in captions)
-    )
+    if not isinstance(record.get("video_path"), str) or not isinstance(captions, list) or not captions:
+        return False
+    return all(isinstance(each, dict) and {"idx", "content"} <= each.keys() for each in captions)
 
 
 def _matches(record: Mapping[str, Any]) -> bool:
     if has_turns(record) or any(record.get(name) is not None for name in _OTHERS):
         return False
-    names = (name for both in COLUMNS.values() for name in both)
-    return _is_keyframed(record) or (
-        isinstance(record.get("caption"), str) and any(filled(record, name) for name in names)
-    )
+    has_media = any(filled(record, name) for names in COLUMNS.values() for name in names)
+    return _is_keyframed(record) or (isinstance(record.get("caption"), str) and has_media)
 
 
 def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:

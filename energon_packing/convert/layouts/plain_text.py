@@ -13,11 +13,8 @@ _OTHERS = ("instruction", "query", "prompt", *ANSWER_COLUMNS)
 
 
 def _matches(record: Mapping[str, Any]) -> bool:
-    return (
-        isinstance(record.get("text"), str)
-        and not has_turns(record)
-        and all(record.get(name) is None for name in _OTHERS)
-    )
+    has_others = any(record.get(name) is not None for name in _OTHERS)
+    return isinstance(record.get("text"), str) and not has_turns(record) and not has_others
 
 
 def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:

@@ -15,12 +15,9 @@ _SPEAKERS = ("user", "assistant")
 
 def _matches(record: Mapping[str, Any]) -> bool:
     texts = record.get("texts")
-    return (
-        isinstance(texts, list)
-        and bool(texts)
-        and all(isinstance(text, dict) and set(_SPEAKERS) <= text.keys() for text in texts)
-        and not has_turns(record)
-    )
+    if not isinstance(texts, list) or not texts or has_turns(record):
+        return False
+    return all(isinstance(text, dict) and set(_SPEAKERS) <= text.keys() for text in texts)
 
 
 def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
@@ -37,12 +34,8 @@ def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any
 def media_parts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A bare content part for each image and video of a record's columns; images come first."""
     columns = ((kind, filled_column(record, names)) for kind, names in COLUMNS.items())
-    return [
-        {"type": kind}
-        for kind, name in columns
-        if name is not None
-        for _ in (record[name] if isinstance(record[name], list) else [record[name]])
-    ]
+    held = ((kind, record[name]) for kind, name in columns if name is not None)
+    return [{"type": kind} for kind, value in held for _ in (value if isinstance(value, list) else [value])]
 
 
 LAYOUT = Layout(

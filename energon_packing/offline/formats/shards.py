@@ -2,9 +2,9 @@
 each made as the planned loader makes it.
 """
 
-import filecmp
 import hashlib
 import json
+import os.path
 import shutil
 from abc import abstractmethod
 from collections import Counter
@@ -14,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from energon_packing.config.setting import before
 from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.files import differing, locked, replacing, unwritable
+from energon_packing.offline.files import differing, locked, read_metadata, replacing, unwritable
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
@@ -49,6 +50,7 @@ class ShardPacker(PackFormat):
 
     def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
         super().__init__(plan, run, config)
+        self._older = before(KINDS.find(plan.facts.kind).encoder_config)
         elsewhere = config.store == "tokens" and config.media == "reference"
         roots = [Path(each.media_root) for each in plan.facts.datasets]
         self.facts = PackedFacts(
@@ -71,6 +73,11 @@ class ShardPacker(PackFormat):
         super().forget_open_files()
         self._files = TarFiles()
 
+    def stored_firsts(self) -> tuple[int, ...]:
+        there = PackedFacts.read(self.config.out) if os.path.exists(self.config.out / PACKED_FILE) else None
+        alike = [getattr(there, name, None) == getattr(self.config, name) for name in ("store", "media", "shard_packs")]
+        return there.firsts if there and there.plan == self.plan.facts.id and all(alike) else ()
+
     def path(self, number: int) -> Path:
         return shard_path(self.config.out, number)
 
@@ -84,16 +91,20 @@ class ShardPacker(PackFormat):
             if others:
                 raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
         out.mkdir(parents=True, exist_ok=True)
+        facts = read_metadata(plan)
         with locked(out):
             new = not (out / PACKED_FILE).exists()
             for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
-                for inner, packed, asked in differing({name: value}, {name: self.facts.settings[name]}):
+                for inner, packed, asked in differing(
+                    {name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}
+                ):
                     told = f"{packed!r}, now it would be {asked!r}" if len(repr(packed)) < 200 else "another"
                     raise UserError(
                         f"{out} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
                     )
-            # Plans are equal wherever their data sets are, so a continued one may say where they are now.
-            if not (out / PLAN_FILE).exists() or not filecmp.cmp(plan, out / PLAN_FILE, shallow=False):
+            # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
+            # digest of its rows, which are not compared: there may be a thousand commands.
+            if read_metadata(out / PLAN_FILE) != facts:
                 for source, target in ((drops_path(plan), drops_path(out / PLAN_FILE)), (plan, out / PLAN_FILE)):
                     if source.exists():
                         with replacing(target) as aside:
@@ -107,7 +118,9 @@ class ShardPacker(PackFormat):
             return None
         shard = ShardFile(path)
         shard.close()
-        if (shard.facts.get("plan"), shard.facts.get("settings")) != (self.facts.plan, self._settings(number)):
+        settings = shard.facts.get("settings")
+        settings = self._older | settings if isinstance(settings, dict) else settings
+        if (shard.facts.get("plan"), settings) != (self.facts.plan, self._settings(number)):
             raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
         entry = _entry_of(shard, number)
         copied = media_path(self.config.out, number)
@@ -159,7 +172,7 @@ class ShardPacker(PackFormat):
         drops = sum((Counter(entry.drops) for entry in entries), Counter[str]())
         samples = sum(entry.samples for entry in entries) + drops.total()
         budget = self.run.packing.drop_budget
-        if over_budget(drops.total(), samples, budget):
+        if over_budget(drops.total(), samples, budget, looks=0):
             reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
             raise UserError(
                 f"{drops.total()} of {samples} samples could not be decoded ({reasons}), more than "

@@ -14,6 +14,12 @@ from energon_packing.packing.constraints import Constraints
 from energon_packing.registry import Registry
 
 Number = int | float
+Costs = Mapping[str, Sequence[Number]] | None
+"""Further costs by name, one per sample."""
+Limits = Mapping[str, Number] | None
+"""For each limited cost, the most that a pack may hold."""
+Groups = Sequence[np.ndarray]
+"""The indices of each pack, ``[samples]`` int64."""
 
 
 class Policy(Protocol):
@@ -25,7 +31,7 @@ class Policy(Protocol):
 
     def __call__(
         self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-    ) -> Sequence[np.ndarray]: ...
+    ) -> Groups: ...
 
 
 class NextPack(Protocol):
@@ -36,13 +42,7 @@ class NextPack(Protocol):
     """
 
     def __call__(
-        self,
-        lengths: Sequence[int],
-        capacity: int,
-        costs: Mapping[str, Sequence[Number]] | None,
-        limits: Mapping[str, Number] | None,
-        *,
-        ended: bool,
+        self, lengths: Sequence[int], capacity: int, costs: Costs, limits: Limits, *, ended: bool
     ) -> list[int]: ...
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from energon_packing.packing.balance import LINEAR
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies import PackingPolicy
+from energon_packing.packing.policies import Groups, PackingPolicy
 from energon_packing.packing.policies.best_fit import pack_best_fit
 
 # Without slack, every pack is full of tokens and costs cannot be evened out; 2 % of slack costs 2 % of the fill.
@@ -23,9 +23,7 @@ SLACK = 0.02
 TRIES = 16
 
 
-def pack_balanced(
-    lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-) -> list[np.ndarray]:
+def pack_balanced(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample."""
     if lengths.size == 0:
         return []

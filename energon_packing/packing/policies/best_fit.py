@@ -33,7 +33,7 @@ import numpy as np
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing, best_fit_into
 from energon_packing.packing.partition import PackGroups, flatten
-from energon_packing.packing.policies import PackingPolicy
+from energon_packing.packing.policies import Groups, PackingPolicy
 from energon_packing.packing.policies.window import pack_window
 from energon_packing.packing.statistics import lower_bound
 
@@ -193,9 +193,7 @@ def _unfit(packs: _Packs, bounds: np.ndarray, *, company: bool) -> np.ndarray:
     return np.flatnonzero(~placed | over[packs.pack])
 
 
-def pack_best_fit(
-    lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-) -> Sequence[np.ndarray]:
+def pack_best_fit(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample. `window` is not used."""
     del window  # a whole list
     if constraints:

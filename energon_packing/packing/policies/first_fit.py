@@ -8,14 +8,12 @@ Measured: 97-99.9 % of the bound's fill on lists of 100,000.
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies import PackingPolicy
+from energon_packing.packing.policies import Groups, PackingPolicy
 
 BLOCK = 256  # packs per block: the scan over block maxima and the scan inside a block cost about the same
 
 
-def pack_first_fit(
-    lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-) -> list[np.ndarray]:
+def pack_first_fit(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
     """The policy: `lengths` int64 ``[N]``; packs in the order in which they were opened."""
     del window, seed  # all packs stay open, deterministic
     costs = np.stack([lengths.astype(np.float64), *(cost.astype(np.float64) for cost in constraints.costs.values())])

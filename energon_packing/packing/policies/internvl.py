@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies import PackingPolicy
+from energon_packing.packing.policies import Groups, PackingPolicy
 
 
 @dataclass(slots=True)
@@ -27,9 +27,7 @@ class _Open:
     members: list[int] = field(default_factory=list)
 
 
-def pack_internvl(
-    lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-) -> list[np.ndarray]:
+def pack_internvl(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
     """The policy: `lengths` int64 ``[N]``; packs in the order of emission.
 
     ``images`` of `constraints` counts images or tiles; a sample without any counts as one, for its dummy tile. Other

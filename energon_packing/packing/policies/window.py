@@ -24,7 +24,7 @@ import numpy as np
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
-from energon_packing.packing.policies import Number, PackingPolicy
+from energon_packing.packing.policies import Costs, Groups, Limits, Number, PackingPolicy
 
 # A limit counts as scarce if the window needs at least this share of the packs for it that its tokens need.
 SCARCE = 0.9
@@ -162,12 +162,8 @@ def fill_limited(
     names = list(limits)
     columns = [np.asarray(lengths, dtype=np.float64), *(np.asarray(costs[name], dtype=np.float64) for name in names)]
     bounds = [float(capacity), *(float(limits[name]) for name in names)]
-    shares = np.stack(
-        [
-            column / bound if bound > 0 else np.where(column > 0, np.inf, 0.0)
-            for column, bound in zip(columns, bounds, strict=True)
-        ]
-    )
+    pairs = zip(columns, bounds, strict=True)
+    shares = np.stack([column / bound if bound > 0 else np.where(column > 0, np.inf, 0.0) for column, bound in pairs])
     fits = (shares <= 1.0).all(axis=0)
     demand = np.where(fits, shares, 0.0).sum(axis=1)
     candidates = [position for position in np.flatnonzero(fits).tolist() if position]
@@ -265,12 +261,7 @@ def _within(chosen: list[int], costs: Mapping[str, Sequence[int | float]], limit
     return all(sum(costs[name][position] for position in chosen) <= limit for name, limit in limits.items())
 
 
-def select_from_window(
-    lengths: Sequence[int],
-    capacity: int,
-    costs: Mapping[str, Sequence[Number]] | None = None,
-    limits: Mapping[str, Number] | None = None,
-) -> list[int]:
+def select_from_window(lengths: Sequence[int], capacity: int, costs: Costs = None, limits: Limits = None) -> list[int]:
     """The next pack: ascending positions in the window, which always include position 0 (the oldest).
 
     A pure function: equal windows yield equal packs. Samples that fit no pack alone are never chosen, but the oldest
@@ -299,12 +290,7 @@ def select_from_window(
     return sorted(fill_limited(lengths, capacity, limited, limits))
 
 
-def drain_window(
-    lengths: Sequence[int],
-    capacity: int,
-    costs: Mapping[str, Sequence[Number]] | None = None,
-    limits: Mapping[str, Number] | None = None,
-) -> list[list[int]]:
+def drain_window(lengths: Sequence[int], capacity: int, costs: Costs = None, limits: Limits = None) -> list[list[int]]:
     """All packs of the samples left when the stream has ended; each ascending, ordered by their oldest sample.
 
     Without limits this is best-fit decreasing over all samples held, as no later ones can fill gaps. With limits it
@@ -323,9 +309,7 @@ def drain_window(
     return packs
 
 
-def pack_window(
-    lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-) -> list[np.ndarray]:
+def pack_window(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
     """The policy: `lengths` int64 ``[N]`` in stream order; see `energon_packing.packing.pack_lengths`."""
     del seed  # deterministic
     packer: WindowPacker[int] = WindowPacker(capacity, window, constraints.limits)
@@ -424,14 +408,7 @@ class WindowPacker[Key]:
         return taken
 
 
-def next_from_window(
-    lengths: Sequence[int],
-    capacity: int,
-    costs: Mapping[str, Sequence[Number]] | None,
-    limits: Mapping[str, Number] | None,
-    *,
-    ended: bool,
-) -> list[int]:
+def next_from_window(lengths: Sequence[int], capacity: int, costs: Costs, limits: Limits, *, ended: bool) -> list[int]:
     """`select_from_window` while the stream runs, and the first pack of `drain_window` once it has ended; under limits
     that is the same one, and the others need not be packed for it."""
     if ended and not limits:

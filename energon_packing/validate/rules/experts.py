@@ -23,9 +23,7 @@ def _packed_over_hybridep(view: RunView, dispatcher: str = "hybridep") -> bool:
     sources=(
         core("transformer/moe/token_dispatcher.py", "hidden_states = gather_from_sequence_parallel_region("),
         core("transformer/moe/token_dispatcher.py", "HybridEP dispatch expects equal per-rank input sizes."),
-        bridge(
-            "models/transformer_config.py", "synchronization is not capture-safe; those configs require equal inputs."
-        ),
+        bridge("models/transformer_config.py", "not capture-safe; those configs require equal inputs."),
     ),
 )
 def _equal_dispatch(view: RunView) -> Finding | None:

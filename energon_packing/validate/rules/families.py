@@ -107,9 +107,7 @@ _packs_without_media = rule(
         not (view.overlap_grad_reduce or view.megatron_fsdp or view.fsdp2) or view.vision_frozen or view.dummy_image
     ),
     sources=(
-        core(
-            "distributed/param_and_grad_buffer.py", "assert len(self.per_param_grad_ready_counts) == len(self.params)"
-        ),
+        core("distributed/param_and_grad_buffer.py", "len(self.per_param_grad_ready_counts) == len(self.params)"),
     ),
     why="overlap_grad_reduce or FSDP is on and a pack may hold no media on one rank: its encoders' parameters get no "
     "gradient, and the reduction stops the run or hangs",
@@ -166,12 +164,7 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     checks="Ministral 3 scales its queries by their position in the sample",
     place="docs/families.md",
     applies=lambda view: view.packed and view.family.startswith("ministral3"),
-    sources=(
-        bridge(
-            "models/ministral3/ministral3_provider.py",
-            "positions_ids = torch.arange(query.shape[0], device=query.device)",
-        ),
-    ),
+    sources=(bridge("models/ministral3/ministral3_provider.py", "positions_ids = torch.arange(query.shape[0], "),),
 )
 def _query_scale_by_position(view: RunView) -> Finding | None:
     on_a_rank = view.dataset_seq_length // view.context_parallel

@@ -35,6 +35,12 @@ def _global_batch(view: RunView) -> Finding | None:
     )
 
 
+def _unless_whole_groups(view: RunView, size: int, sizes: str, more: str = "") -> Finding | None:
+    """A finding, unless the GPUs make whole groups of a size, the product of the named ``sizes``."""
+    why = f"{view.world_size} GPUs are not divisible by {sizes} = {size}"
+    return unless(view.world_size % size == 0, why=why, fix=f"use a multiple of {size} GPUs{more}")
+
+
 @rule(
     id="core/expert-world-size",
     order=1020,
@@ -46,13 +52,9 @@ def _global_batch(view: RunView) -> Finding | None:
 def _expert_world_size(view: RunView) -> Finding | None:
     inside = view.expert_tensor_parallel or 1  # `_set_moe_expert_tensor_parallel_default` of Bridge
     group = inside * view.expert_parallel * view.pipeline_parallel
-    return unless(
-        view.world_size % group == 0,
-        why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP "
-        f"{view.expert_parallel} x PP {view.pipeline_parallel} = {group}",
-        fix=f"use a multiple of {group} GPUs"
-        + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
-    )
+    sizes = f"expert TP {inside} x EP {view.expert_parallel} x PP {view.pipeline_parallel}"
+    more = ", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""
+    return _unless_whole_groups(view, group, sizes, more)
 
 
 _no_average_with_token_loss = rule(
@@ -76,11 +78,7 @@ _no_average_with_token_loss = rule(
     checks="Megatron-Core slices packed rows over CP",
     place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
     applies=lambda view: view.packed and view.context_parallel > 1 and view.megatron_core_version is not None,
-    sources=(
-        bridge(
-            "training/utils/packed_seq_utils.py", "THD context-parallel partitioning requires Megatron-Core >= 0.18.0"
-        ),
-    ),
+    sources=(bridge("training/utils/packed_seq_utils.py", "partitioning requires Megatron-Core >= 0.18.0"),),
 )
 def _core_slices_packs(view: RunView) -> Finding | None:
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")
@@ -127,11 +125,7 @@ _comm_type_of_each_layer = bridges_rule(
 )
 def _world_size(view: RunView) -> Finding | None:
     replica = smallest_world_size(view.tensor_parallel, view.pipeline_parallel, view.context_parallel)
-    return unless(
-        view.world_size % replica == 0,
-        why=f"{view.world_size} GPUs are not divisible by TP x PP x CP = {replica}",
-        fix=f"use a multiple of {replica} GPUs",
-    )
+    return _unless_whole_groups(view, replica, "TP x PP x CP")
 
 
 @bridges_rule(
@@ -144,11 +138,8 @@ def _world_size(view: RunView) -> Finding | None:
 def _eval_world_size(view: RunView) -> Finding | None:
     cp = view.eval_context_parallel or view.context_parallel
     replica = smallest_world_size(view.tensor_parallel, view.pipeline_parallel, cp)
-    return unless(
-        view.world_size % replica == 0,
-        why=f"{view.world_size} GPUs are not divisible by TP x PP x evaluation CP = {replica}",
-        fix=f"use a multiple of {replica} GPUs, or another parallel.eval_context_parallel",
-    )
+    more = ", or another parallel.eval_context_parallel"
+    return _unless_whole_groups(view, replica, "TP x PP x evaluation CP", more)
 
 
 _hierarchical_sizes_present = bridges_rule(

@@ -85,10 +85,7 @@ _initial_weights = warning_rule(
     applies=lambda view: view.dataset_kind == "packed_energon" and view.has_weights is not None and not view.noncausal,
     holds=lambda view: bool(view.has_weights),
     sources=(
-        bridge(
-            "training/finetune.py",
-            "Finetuning requires a loading from a pretrained checkpoint or resuming from a checkpoint",
-        ),
+        bridge("training/finetune.py", "Finetuning requires a loading from a pretrained checkpoint or resuming "),
     ),
     why="the run names no weights to begin with (checkpoint.pretrained_checkpoint, or a checkpoint in "
     "checkpoint.load), so the model begins with random ones",

@@ -152,12 +152,7 @@ _step_packs_in_batch = rule(
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=lambda view: view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None,
     holds=lambda view: view.step_packs,
-    sources=(
-        bridge(
-            "training/vlm_step.py",
-            "vlm_step requires collate-time in-batch packing; set defer_in_batch_packing_to_step=False",
-        ),
-    ),
+    sources=(bridge("training/vlm_step.py", "requires collate-time in-batch packing; set defer_in_batch_packing_to"),),
     why=lambda view: (
         f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
         "padded"
@@ -248,10 +243,7 @@ _own_packing_of_bridge = rule(
     before=(0, 7),  # from then on bridge/native-* tell what it needs
     sources=(
         bridge("data/builders/energon.py", "packing_buffer_size=self.config.packing_buffer_size,"),
-        SourceLine(
-            "megatron/energon/task_encoder/base.py",
-            "Both select_samples_to_pack and pack_selected_samples methods must be provided in the TaskEncoder",
-        ),
+        SourceLine("megatron/energon/task_encoder/base.py", "pack_selected_samples methods must be provided in the"),
     ),
     why=lambda view: (
         f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
@@ -283,12 +275,7 @@ _metadata_beside_packed_file = rule(
     checks="packs prepared offline are aligned to what the layout needs",
     place="megatron.bridge.data.packing.config.PackedSequenceSpecs",
     applies=lambda view: view.enable_offline_packing and view.pad_seq_to_multiple is not None,
-    sources=(
-        bridge(
-            "data/builders/gpt_sft.py",
-            "None if config.offline_packing_specs is None else config.offline_packing_specs.pad_seq_to_mult",
-        ),
-    ),
+    sources=(bridge("data/builders/gpt_sft.py", "is None else config.offline_packing_specs.pad_seq_to_mult"),),
 )
 def _alignment_used(view: RunView) -> Finding | None:
     used = view.pad_seq_to_multiple or 1

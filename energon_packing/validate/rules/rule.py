@@ -52,24 +52,15 @@ class SourceLine(Versioned):
     says: str
 
 
-def core(file: str, says: str) -> SourceLine:
-    """Returns a line of Megatron-Core."""
-    return SourceLine(f"megatron/core/{file}", says)
+def _line_of(folder: str, file: str, says: str, **versions: Any) -> SourceLine:
+    """Returns a line of a file in a folder, maybe ``since`` a version of Bridge and ``before`` another."""
+    return SourceLine(f"{folder}/{file}", says, **versions)
 
 
-def bridge(file: str, says: str, **versions: Any) -> SourceLine:
-    """Returns a line of Megatron-Bridge, maybe ``since`` one of its versions and ``before`` another."""
-    return SourceLine(f"megatron/bridge/{file}", says, **versions)
-
-
-def qwen3_vl(file: str, says: str) -> SourceLine:
-    """Returns a line of Megatron-Bridge's Qwen3-VL."""
-    return bridge(f"models/qwen_vl/modelling_qwen3_vl/{file}", says)
-
-
-def attention(file: str, says: str) -> SourceLine:
-    """Returns a line of Transformer Engine's attention."""
-    return SourceLine(f"transformer_engine/pytorch/attention/dot_product_attention/{file}", says)
+core = partial(_line_of, "megatron/core")
+bridge = partial(_line_of, "megatron/bridge")
+qwen3_vl = partial(_line_of, "megatron/bridge/models/qwen_vl/modelling_qwen3_vl")
+attention = partial(_line_of, "transformer_engine/pytorch/attention/dot_product_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,10 +82,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,
     sources=(
         bridge("training/vlm_step.py", 'required_device_keys.update(("tokens", "input_ids", "position_ids"))'),
-        core(
-            "transformer/moe/router.py",
-            "def routing(self, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None):",
-        ),
+        core("transformer/moe/router.py", "def routing(self, logits: torch.Tensor, padding_mask: "),
         core("models/gpt/fine_grained_callables.py", "probs, routing_map = layer.mlp.route(pre_mlp_layernorm_output)"),
     ),
 )
@@ -149,11 +146,7 @@ def _fused_router(view: RunView) -> Finding | None:
     applies=_masked_experts_under_graphs,
     sources=(
         core("transformer/module.py", "return cuda_graph_func(*args, **kwargs)"),
-        bridge(
-            "training/gpt_step.py",
-            "Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs in the pinned",
-            since=(0, 7),
-        ),
+        bridge("training/gpt_step.py", "Packed MoE padding masks do not support router-scoped", since=(0, 7)),
     ),
 )
 def _mask_under_graphs(view: RunView) -> Finding | None:
@@ -179,25 +172,22 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     )
 
 
-@rule(
+_one_packed_row_over_cp = rule(
     id="ours/one-packed-row-over-context-parallelism",
     order=1090,
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
     # Of a micro-batch size that does not follow the trainer, bridge/micro-batch-size speaks.
     applies=lambda view: view.enable_offline_packing and view.wide and view.dataset_micro_batch_size is None,
-    sources=(
-        bridge("training/gpt_step.py", "Packed THD batches expect micro-batch size 1 for context-parallel slicing"),
+    sources=(bridge("training/gpt_step.py", "batches expect micro-batch size 1 for context-parallel slicing"),),
+    # Of training, bridge/one-pack-a-micro-batch speaks.
+    holds=lambda view: not view.evaluates or (view.eval_micro_batch_size or 1) <= 1,
+    why=lambda view: (
+        f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
+        "first evaluation stops the run"
     ),
+    fix="set training.eval_micro_batch_size to 1",
 )
-def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    return unless(
-        not view.evaluates or (view.eval_micro_batch_size or 1) <= 1,  # of training: bridge/one-pack-a-micro-batch
-        why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
-        "first evaluation stops the run",
-        fix="set training.eval_micro_batch_size to 1",
-    )
-
 
 _middle_stages_see_boundaries = warning_rule(
     id="ours/middle-stages-see-boundaries",
@@ -205,9 +195,7 @@ _middle_stages_see_boundaries = warning_rule(
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
     applies=_undeclared_provider_in_a_long_pipeline,
-    sources=(
-        bridge("training/gpt_step.py", "return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),
-    ),
+    sources=(bridge("training/gpt_step.py", "uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),),
     why=lambda view: (
         f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on "
         "middle stages, so packed rows would attend across samples there"
@@ -225,11 +213,7 @@ _middle_stages_see_boundaries = warning_rule(
     applies=lambda view: view.packed_not_natively,
     sources=(
         bridge("training/vlm_step.py", "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask"),
-        bridge(
-            "training/gpt_step.py",
-            "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
-            before=(0, 7),
-        ),
+        bridge("training/gpt_step.py", "attention_mask, labels=labels, loss_mask=loss_mask", before=(0, 7)),
     ),
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:

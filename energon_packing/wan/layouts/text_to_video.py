@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from energon_packing.convert.columns import filled_column, refuse_own_view
+from energon_packing.convert.columns import FileReference, filled_column, refuse_own_view
 from energon_packing.convert.fields import unread
 from energon_packing.convert.layouts.layout import FileKind, Layout
 from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
@@ -31,14 +31,6 @@ _READ_COLUMNS = frozenset(("id", "metadata", *(name for names in COLUMNS.values(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoReference:
-    """A file as the record names it."""
-
-    kind: FileRole
-    path: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedVideoRecord:
     """A parsed record, as `energon_packing.convert.records.ParsedRecord`; a clip has no answers that anybody judges.
 
@@ -49,7 +41,7 @@ class ParsedVideoRecord:
     """
 
     caption: str | None
-    media: tuple[VideoReference, ...]
+    media: tuple[FileReference, ...]
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
     ignored: tuple[str, ...] = ()
@@ -99,7 +91,7 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
         refuse_own_view(value, "video", "unsupported_column", "the record")
     return ParsedVideoRecord(
         caption=caption,
-        media=tuple(VideoReference(kind=kind, path=path) for kind in kinds if (path := found.get(kind))),
+        media=tuple(FileReference(kind=kind, path=path) for kind in kinds if (path := found.get(kind))),
         metadata=metadata or {},
         warnings=("video_not_stored",) * both,
         ignored=tuple(sorted(unread(value, _READ_COLUMNS.difference(() if still else COLUMNS["image"])))),

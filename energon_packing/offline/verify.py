@@ -155,8 +155,9 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
     packed = Packed.open(path)
     drops = sum((Counter(entry.drops) for entry in packed.facts.shards), Counter[str]())
-    there = drops_path(packed.plan.path).exists()  # `pack` copies them where they are beside the plan
-    wrong = (*_told(check_rows, packed.plan, there), *_told(_check_drops, packed.plan, drops, path / DROPS_FILE))
+    if wrong := _told(check_rows, packed.plan, drops_path(packed.plan.path).exists()):  # `pack` copies what is there
+        return VerifyReport(findings=wrong)
+    wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
     entries = packed.facts.shards
     shared = work_shared(
         config,
@@ -191,9 +192,8 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
     first = np.cumsum([0, *(len(each.shards) for each in facts.datasets)])
     source = starts[first[columns["dataset"]] + columns["shard"]] + columns["row"]
     offsets = np.searchsorted(columns["pack"], np.arange(len(plan) + 1)).astype(np.int64)
-    sizes = [columns[name] for name in ("piece", "length", "second", "text_tokens") if name in columns]
     known = {name: getattr(facts, name) for name in OF_ID}
-    arrays = [offsets, source, *sizes]
+    arrays = [offsets, source, *(columns[it] for it in ("piece", "length", "second", "text_tokens") if it in columns)]
     if facts.id not in (plan_id(known, facts.datasets, arrays, resolved=each) for each in (False, True)):
         raise UserError(f"{plan.path} does not hold what its id {facts.id} stands for; make the plan again.")
     if drops:

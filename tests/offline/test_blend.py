@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import UserError
+from energon_packing.offline.files import write_table
 from energon_packing.offline.loader import planned_state
 from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.offline.packs import Passes
@@ -200,13 +202,22 @@ def test_a_plan_has_to_suffice_from_where_the_run_continues(index: Path, tmp_pat
     packs = len(short)
     at = {"packs": 3, "source": planned_state(packs - 2, {})}
     refuse_short_plan(path, at, 2)
-    with pytest.raises(UserError, match=r'go[a-z]* on from it with data.accept_changed=\["plan"\]'):
+    with pytest.raises(
+        UserError, match=r'goes on with data.accept_changed=\["plan"\]: it begins with the packs of this'
+    ):
         refuse_short_plan(path, at, 3)  # of the few steps that are left
     refuse_short_plan(path, None, packs)
     refuse_short_plan(path, {"packs": 3, "source": {"format": "of an online run"}}, 2 * packs)  # refused as such
     (tmp_path / "longer").mkdir()
     longer = Plan.open(plan_file(index, tmp_path / "longer", epochs=4, datasets=weights))
     assert longer.packs(0, packs) == short.packs(0, packs)  # so that the sentence is true
+    older = [
+        {name: it for name, it in each.items() if name != "share_reached"} for each in short.facts.summary["datasets"]
+    ]
+    facts = replace(short.facts, summary=dict(short.facts.summary) | {"datasets": older})
+    write_table(Path(path), facts.schema, [pq.read_table(path)], facts.to_json())
+    with pytest.raises(UserError, match="would lose samples: the order of plans is another one now"):
+        refuse_short_plan(path, at, 3)
 
 
 def test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_those_of_a_step_together(

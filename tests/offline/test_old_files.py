@@ -45,7 +45,7 @@ def kept(tmp_path):
     for name in ("a", "pairs"):  # the names of data sets in an index follow from their places
         (part,) = source_parts(tmp_path / f"kept/{name}-data", "train")
         (before,) = (tmp_path / f"kept/{name}-index").glob("*/")
-        moved[before.name] = before.rename(before.with_name(name_of(part))).name
+        moved[before.name] = before.rename(before.with_name(name_of(part, "train"))).name
 
     def here(text):
         for before, after in moved.items():

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import batched
+from itertools import batched, islice
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,14 @@ class ShardMeasurer:
         now = self._made_of(task.part, self._identity(task.part, task.shard))
         if any(stored.get(name) != value for name, value in now.items()):
             return None
-        root = task.part.media_root
-        shown_media = stored.get("media", self.known.get(task.directory.name, {}))  # older files do not name theirs
-        states = self.states_of(root, shown_media.keys() & self.index_of(root).samples.keys())
-        if any([*states.get(name, ())][: len(was)] != was for name, was in shown_media.items()):
+        root, name = task.part.media_root, task.directory.name
+        known = stored.get("media", self.known.get(name, {}))
+        states = self.states_of(root, known.keys() & self.index_of(root).samples.keys())
+        others = ((it, was) for it, was in known.items() if [*states.get(it, ())][: len(was)] != was)
+        changed = dict(islice(others, 1))
+        if "media" not in stored:  # older files do not name theirs: all of a data set are compared, once
+            self.known[name] = changed
+        if changed:
             return None
         counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
         return IndexedShard(name=task.shard, identity=stored["identity"], **counts)
@@ -373,7 +377,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
     shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
-    shared = work_shared(
+    work = work_shared(
         config,
         # With the names of all shards, tasks would be as large as there are tasks.
         [MeasureTask(number, replace(part, shards=()), shard, at) for number, (part, shard, at) in enumerate(shards)],
@@ -385,8 +389,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     )
     index: Index | None = None
     changes: tuple[str, ...] = ()
-    if not shared.missing:
-        measured = iter(shared.results)
+    if not work.missing:
+        measured = iter(work.results)
         datasets = [
             IndexedDataset(
                 name=name,
@@ -402,9 +406,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             index, changes = _saved(config, measurer, datasets)
         except OSError as error:
             raise unwritable(config.out, error, "measure") from error
-    return MeasureReport(
-        index=index, measured=shared.done, reused=shared.reused, missing=shared.missing, changes=changes
-    )
+    return MeasureReport(index=index, measured=work.done, reused=work.reused, missing=work.missing, changes=changes)
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:
@@ -484,9 +486,7 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
                 meant = {str(path), remote_address(path) or os.path.abspath(path)}
                 named = [it for it in held if meant & it.names]
                 if not named:
-                    raise UserError(
-                        f"{out} holds no {path} of {split or 'any split'}; measure --list shows what it holds"
-                    )
+                    raise UserError(f"{out} holds no {path} of {split or 'any split'}; --list shows what it holds")
                 taken += [it for it in named if it not in taken]
             replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
     except OSError as error:

@@ -646,7 +646,15 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_measure.py::"
         "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
         oracle="the times and sizes of the shards",
-        edits=(("offline/measure.py", "        if any([*states.get(", "        if False and any([*states.get("),),
+        edits=(("offline/measure.py", "        if changed:", "        if False:"),),
+    ),
+    Mutation(
+        trap=216,
+        name="all media of a data set are compared for each of its shards",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="what was looked at",
+        edits=(("offline/measure.py", "self.known[name] = changed", "pass"),),
     ),
     Mutation(
         trap=217,

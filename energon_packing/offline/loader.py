@@ -277,7 +277,7 @@ def check_plan(
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits, held = plan.facts.splits, ", ".join(sorted({each.asked_split for each in plan.facts.datasets}))
-    if split is not None and (split not in splits or (alone and len(splits) > 1)):
+    if split is not None and (splits or alone) and (split not in splits or (alone and len(splits) > 1)):
         raise ConfigError(
             f"{plan.path} is a plan of the split {held}, not of {split!r}{' alone' if split in splits else ''}; name a "
             "plan of that split or a data set, or have the run ask for its split if these samples are meant."

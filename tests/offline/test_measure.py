@@ -281,7 +281,11 @@ def test_a_plan_of_several_splits_from_before_they_were_noted_is_refused(halves,
     with pytest.raises(ConfigError, match="samples of several splits, and its version did not note"):
         open_loader(run_of(plan))
     packed = pack_plan(PackConfig(plan=plan, out=tmp_path / "packed", workers=0))
-    assert packed.packs == len(list(open_loader(run_of(plan, data={"accept_changed": ("plan",)}))))
+    accepted = run_of(plan, data={"accept_changed": ("plan",)})
+    for split in (None, "train"):  # of an add-on that always names one
+        assert packed.packs == len(list(open_loader(accepted, split=split)))
+    with pytest.raises(ConfigError, match="plan of the split train, val, not of 'val'"):
+        open_loader(accepted, split="val", evaluation=2)
     assert replace(facts, datasets=older[:1]).splits == {"train"}
 
 
@@ -337,7 +341,7 @@ def test_what_an_index_holds_is_listed_and_taken_out_by_name_split_or_because_it
         told(data, "--config", config, "--split", split, "--workers", 0)
     assert held() == [("data", "train"), ("data", "val")]
     assert "holds no nowhere of any split; --list shows" in told("--remove", "nowhere")
-    assert "of test; measure --list" in told("--remove", data, "--split", "test")
+    assert "of test; --list shows" in told("--remove", data, "--split", "test")
     assert "Name the DATASET" in told("--remove")
     assert "leave out" in told("--prune", data)
     assert "Give --config" in told(data)

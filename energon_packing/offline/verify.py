@@ -151,7 +151,7 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         shards = [shard for each in index.datasets for shard in each.shards]
         samples = sum(shard.samples for shard in shards)
         return VerifyReport(findings=_told(_check_index, index), shards=len(shards), samples=samples)
-    if not is_packed(path) and (files := sorted(path.glob("packs-*.idx.parquet"))):
+    if not is_packed(path) and (files := sorted(path.glob("packs-*.idx.parquet"), key=lambda it: (len(it.name), it))):
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
     packed = Packed.open(path)
     drops = sum((Counter(entry.drops) for entry in packed.facts.shards), Counter[str]())

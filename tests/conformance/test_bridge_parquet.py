@@ -227,6 +227,8 @@ def test_verify_finds_what_is_missing_or_damaged_among_bridges_files(tmp_path):
         assert said in found()
         assert "missing" in found()
         (tmp_path / "aside").rename(file)
+    files = [file.rename(file.with_name(f"packs-{at}.idx.parquet")) for at, file in enumerate(files, 99_999)]
+    assert found() == "", "numbers may have six digits"
     content = files[1].read_bytes()
     files[1].write_bytes(content[:100] + b"\0" * 8 + content[108:])
     assert "damaged" in found()

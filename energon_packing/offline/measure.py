@@ -162,7 +162,8 @@ class ShardMeasurer:
         if any(stored.get(name) != value for name, value in now.items()):
             return None
         root, name = task.part.media_root, task.directory.name
-        known = stored.get("media", self.known.get(name, {}))
+        if (known := stored.get("media", self.known.get(name))) is None:  # older rows, which the index holds no more
+            return None
         states = self.states_of(root, known.keys() & self.index_of(root).samples.keys())
         others = ((it, was) for it, was in known.items() if [*states.get(it, ())][: len(was)] != was)
         changed = dict(islice(others, 1))

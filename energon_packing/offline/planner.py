@@ -431,7 +431,8 @@ def _facts(
         "oversize": packing.oversize,
         "plan": (planned := to_mapping(config.plan)),
     }
-    for name in [it for it in planned["datasets"] if "/" in it and os.path.exists(it)]:  # found from other places too
+    names = {it for each in sources.datasets for path in each.names for it in (path, os.path.basename(path))}
+    for name in sorted(planned["datasets"].keys() - names):  # a path that is found from elsewhere too
         planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
@@ -489,9 +490,7 @@ OF_ID = ("fingerprint", "decided", "packs", "samples", "max_data_parallel", "epo
 def _content(dataset: IndexedDataset) -> dict[str, Any]:
     """What a data set holds, wherever it is."""
     names = ("bytes", "index_uuid", "media_uuid")
-    shards = [
-        (shard.name, *(shard.identity[name] for name in names if name in shard.identity)) for shard in dataset.shards
-    ]
+    shards = [(it.name, *(it.identity[name] for name in names if name in it.identity)) for it in dataset.shards]
     return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
 
 

@@ -605,6 +605,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=214,
+        name="plan.datasets of a plan names what only the directory of `plan` knows",
+        test=SHARES + "test_a_plan_is_the_same_wherever_it_is_looked_at[.]",
+        oracle="the plan that names the data set shortly",
+        edits=(("offline/planner.py", "in sorted(planned[", "in () and sorted(planned["),),
+    ),
+    Mutation(
+        trap=214,
         name="the difference of two plans goes by paths",
         test=MOVED,
         oracle="the samples of the first plan",
@@ -647,6 +654,14 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
         oracle="the times and sizes of the shards",
         edits=(("offline/measure.py", "        if changed:", "        if False:"),),
+    ),
+    Mutation(
+        trap=216,
+        name="rows that name no media are taken for true though the index holds them no more",
+        test="tests/offline/test_measure.py::"
+        "test_media_that_changed_are_measured_again_and_an_older_index_is_not[polylithic]",
+        oracle="the command that measured them",
+        edits=(("offline/measure.py", "self.known.get(name))) is None", "self.known.get(name, {}))) is None"),),
     ),
     Mutation(
         trap=216,

@@ -1,6 +1,7 @@
 """Which samples are in which epoch: weights by samples and by tokens, repeats, groups."""
 
 import itertools
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.verify import check_rows
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,19 @@ def test_a_data_set_is_repeated_within_an_epoch(index: Path, tmp_path: Path) -> 
     for packs in epochs(index, tmp_path, epochs=2, datasets={"b": {"epochs": 3}}):
         assert counts(packs, 0) == dict.fromkeys(range(300), 1)
         assert counts(packs, 1) == dict.fromkeys(range(400), 3)
+
+
+@pytest.mark.parametrize("name", ["b", "./b", "../data/b", ".", "/data/b"])
+def test_a_plan_is_the_same_wherever_it_is_looked_at(index: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+    """The loader, `verify` and a second `plan` may have other current directories, and the data may be gone."""
+    whole = Plan.open(plan_file(index, tmp_path, datasets={"b": {"epochs": 3}})).facts
+    here = {"b": "/", "./b": "/data", "../data/b": "/data", ".": "/data/b"}.get(name, "/")
+    monkeypatch.setattr(os, "getcwd", lambda: here)
+    path = plan_file(index, tmp_path, datasets={name: {"epochs": 3}})
+    monkeypatch.undo()
+    check_rows(Plan.open(path))
+    facts = Plan.open(path).facts
+    assert (facts.packs, facts.samples, facts.epoch_ends) == (whole.packs, whole.samples, whole.epoch_ends)
 
 
 def test_a_part_of_a_data_set_is_another_part_in_every_epoch_until_it_is_complete(index: Path, tmp_path: Path) -> None:

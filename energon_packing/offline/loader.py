@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -173,13 +174,13 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
         wanted = f"what the run reads; {math.ceil(1 / (rarest + 1e-12))} goes through every data set once"
     else:
         wanted = f"{-(-facts.epochs * packs // facts.packs)} or more for the {packs} packs of this run"
-    order = '; going on with data.accept_changed=["plan"] would lose samples: the order of plans is another one now'
-    if all("share_reached" in each for each in facts.summary["datasets"]):  # it is of this order
-        order = ' and goes on with data.accept_changed=["plan"]: it begins with the packs of this one'
+    way = 'Start over with it: it has another order, and going on with data.accept_changed=["plan"] would lose samples.'
+    if all("share_reached" in each for each in facts.summary["datasets"]):  # plans have had this order since
+        way = 'A state goes on with it and data.accept_changed=["plan"]: it begins with the packs of this one.'
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
         f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
-        f"{wanted}. A run that has saved a state takes the longer plan{order}."
+        f"{wanted}. {way}"
     )
 
 
@@ -238,11 +239,12 @@ def loader_of(
         )
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
-    if not plan.facts.splits and "plan" not in config.data.accept_changed:
-        raise ConfigError(
-            f"{plan.path} has samples of several splits, and its version did not note which of them was asked for; "
-            'measure and plan again, and start the data over, or go on as it is with data.accept_changed=["plan"].'
-        )
+    if not plan.facts.splits:
+        several = f"{plan.path} has samples of several splits, of which its version did not note the one asked for"
+        if "plan" not in config.data.accept_changed:
+            way = 'and start the data over, or go on as it is with data.accept_changed=["plan"].'
+            raise ConfigError(f"{several}; measure and plan again, {way}")
+        warnings.warn(f"{several}; all are read (data.accept_changed).", stacklevel=2)
     check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)
     check_there(packs.roots())
@@ -293,10 +295,8 @@ def check_plan(
             )
     length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:
-        raise ConfigError(
-            f"{plan.path} has rows of packing.seq_length {length}, but this run has {config.packing.seq_length}; plan "
-            "again."
-        )
+        own = config.packing.seq_length
+        raise ConfigError(f"{plan.path} has rows of packing.seq_length {length}, but this run has {own}; plan again.")
     if multiple % encoder.multiple:
         raise ConfigError(
             f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "

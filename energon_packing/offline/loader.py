@@ -241,9 +241,8 @@ def loader_of(
     noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
     if not plan.facts.splits:
         several = f"{plan.path} has samples of several splits, of which its version did not note the one asked for"
-        if "plan" not in config.data.accept_changed:
-            way = 'and start the data over, or go on as it is with data.accept_changed=["plan"].'
-            raise ConfigError(f"{several}; measure and plan again, {way}")
+        if "plan" not in config.data.accept_changed or evaluation is not None:
+            raise ConfigError(f'{several}; measure and plan again and start over, or set data.accept_changed=["plan"].')
         warnings.warn(f"{several}; all are read (data.accept_changed).", stacklevel=2)
     check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)
@@ -279,7 +278,7 @@ def check_plan(
     if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits, held = plan.facts.splits, ", ".join(sorted({each.asked_split for each in plan.facts.datasets}))
-    if split is not None and (splits or alone) and (split not in splits or (alone and len(splits) > 1)):
+    if splits and split is not None and (split not in splits or (alone and len(splits) > 1)):
         raise ConfigError(
             f"{plan.path} is a plan of the split {held}, not of {split!r}{' alone' if split in splits else ''}; name a "
             "plan of that split or a data set, or have the run ask for its split if these samples are meant."

@@ -431,9 +431,10 @@ def _facts(
         "oversize": packing.oversize,
         "plan": (planned := to_mapping(config.plan)),
     }
-    names = {it for each in sources.datasets for path in each.names for it in (path, os.path.basename(path))}
-    for name in sorted(planned["datasets"].keys() - names):  # a path that is found from elsewhere too
-        planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)
+    names = {it for each in sources.datasets for it in each.names}
+    if not planned["datasets"].keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
+        for name in [it for it in planned["datasets"] if it not in names and os.path.abspath(it) in names]:
+            planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)  # is found from elsewhere too
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]

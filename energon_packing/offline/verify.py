@@ -139,9 +139,9 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
-    """Reads every shard whole, and makes a share of the packs anew; of a plan, an index or a directory of Bridge's
-    Parquet files, every file is read. Raises UserError: it is none of these, or not complete; or data sets of packs are
-    needed and cannot be used."""
+    """Reads every shard whole if the plan is right, and makes a share of the packs anew; of a plan, an index or a
+    directory of Bridge's Parquet files, every file is read. Raises UserError: it is none of these, or not complete; or
+    data sets of packs are needed and cannot be used."""
     path = config.directory.absolute()
     if is_plan(path):
         facts = (plan := Plan.open(path)).facts

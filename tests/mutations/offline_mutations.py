@@ -608,7 +608,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="plan.datasets of a plan names what only the directory of `plan` knows",
         test=SHARES + "test_a_plan_is_the_same_wherever_it_is_looked_at[.]",
         oracle="the plan that names the data set shortly",
-        edits=(("offline/planner.py", "in sorted(planned[", "in () and sorted(planned["),),
+        edits=(("offline/planner.py", "if it not in names and os.path.abspath(it) in names", "if not it"),),
     ),
     Mutation(
         trap=214,

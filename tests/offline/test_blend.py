@@ -67,6 +67,17 @@ def test_a_plan_is_the_same_wherever_it_is_looked_at(index: Path, tmp_path: Path
     assert (facts.packs, facts.samples, facts.epoch_ends) == (whole.packs, whole.samples, whole.epoch_ends)
 
 
+def test_a_data_set_that_was_named_from_beside_it_is_not_taken_for_a_namesake(tmp_path: Path, monkeypatch) -> None:
+    rows = {"x/b": [drawn_rows(20)], "y/b": [drawn_rows(30, seed=1)], "c": [drawn_rows(9, seed=2)]}
+    monkeypatch.setattr(os, "getcwd", lambda: "/data/x")
+    path = plan_file(
+        made_index(tmp_path / "index", rows), tmp_path, datasets={"b": {"epochs": 3}, "/data/c": {"epochs": 2}}
+    )
+    for here in ("/data/y", "/"):
+        monkeypatch.setattr(os, "getcwd", lambda here=here: here)
+        check_rows(Plan.open(path))
+
+
 def test_a_part_of_a_data_set_is_another_part_in_every_epoch_until_it_is_complete(index: Path, tmp_path: Path) -> None:
     found = [counts(packs, 1) for packs in epochs(index, tmp_path, epochs=8, datasets={"/data/b": {"epochs": 0.25}})]
     assert [sum(each.values()) for each in found] == [100] * 8

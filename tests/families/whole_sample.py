@@ -92,11 +92,11 @@ def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=
     ids, _ = measured.expand()
     assert measured.length == len(ids)
     tensors = random_pixels(measured.plans, conversation.media)
-    visual = encoder.family.pixels(measured.plans, tensors)
+    visual = encoder.family.pixels(measured.plans, tensors) if tensors else {}
     forms = encoder.family.pixel_forms
     if encoder.family.byte_forms():  # all families of the package
         assert forms, encoder.family.keeps_floats
-        carried = encoder.family.pixels(measured.plans, tensors, raw=True)
+        carried = encoder.family.pixels(measured.plans, tensors, raw=True) if tensors else {}
         assert all(carried[name].dtype == torch.uint8 for name in forms if name in carried)
         for name, tensor in finish(carried, forms).items():
             assert torch.equal(tensor, visual[name]), f"{name} of bytes"

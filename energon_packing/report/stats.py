@@ -18,7 +18,7 @@ from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import Order, simulate_steps
-from energon_packing.packing.constraints import PackLimits, Size, shape_of
+from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples, mix_of
@@ -495,7 +495,6 @@ def _packed(samples: StatsSamples, rows: _Rows, window: int | None, readers: int
     cost = np.concatenate([cost for _, cost in made])
     for name in ("", "_error"):
         found[f"steps{name}"] = found[f"packs{name}"] / run.training.global_batch_size
-    found["cost_spread"] = float(cost.std() / cost.mean())
     if readers:
         room = found["fill"] * run.packing.seq_length
         more = [dealt.at_the_end(run.packing.window, readers, room, [seed, number]) for number in range(REPLICATES)]
@@ -517,7 +516,6 @@ class _Dealt:
         self.rows, self.tokens_of, measured = rows, rows.kept.sizes.tokens, samples.measured
         self.pieces = np.bincount(rows.kept.source, minlength=measured)  # dropped samples are last, and have none
         self.starts = np.cumsum(self.pieces) - self.pieces
-        self.sizes = np.concatenate([samples.tokens, np.zeros(measured - samples.tokens.size, dtype=np.int64)])
         drops = [np.full(sum(each.values()), number) for number, each in enumerate(samples.drops)]
         dataset = np.concatenate([samples.dataset, *drops]).astype(np.int64)
         mix = np.full(1, float(samples.total)) if samples.mix is None else samples.mix
@@ -556,11 +554,8 @@ class _Dealt:
         of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
         cost = np.bincount(of_pack, sizes.cost[order].astype(np.float64))
         units: Any = limits.length_units(sizes)
-        room, real, aligned = (
-            len(packs) * row,
-            int(sizes.tokens[order].sum()),
-            int(units[order].sum()) * limits.multiple,
-        )
+        room, real = len(packs) * row, int(sizes.tokens[order].sum())
+        aligned = int(units[order].sum()) * limits.multiple
         several = np.resize(random.permutation(tokens), (-(-tokens.size // PADDED), PADDED))
         padded = float(several.sum() / (PADDED * several.max(axis=1).sum()))
         shares, per_pack = _shares(real, aligned, room), order.size / len(packs)
@@ -571,10 +566,9 @@ class _Dealt:
         """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""
         random = np.random.default_rng([*seed, 1])
         own = max(1, min(round(self.epoch / readers), 4 * window))
-        often = self.share.size < own
-        sizes = self.rows.kept.sizes.take(
-            self._stream(random, random.choice(self.share.size, own, often, self.share), 1)
-        )
+        again = np.count_nonzero(self.share) < own
+        drawn = random.choice(self.share.size, own, again, self.share)
+        sizes = self.rows.kept.sizes.take(self._stream(random, drawn, 1))
         packs = len([*self._packs(sizes, window, steady=False)]) if len(sizes) else 0
         return packs - float(sizes.tokens.sum()) / room
 
@@ -582,13 +576,11 @@ class _Dealt:
         """Packs of a stream in turn; if `steady`, those made before it has ended."""
         limits, packing = self.rows.limits, self.rows.run.packing
         units: Any = limits.length_units(sizes)
-        columns, padding = costs(limits, sizes), None
+        columns = costs(limits, sizes)
         if window is None:
             pairs = {name: (cost, limits.limited[name]) for name, cost in columns.items()}
             yield from pack_lengths_flat(units, limits.units, "best_fit", constraints=pairs)
             return
-        if limits.padded_pixels is not None:
-            padding = np.array([*shape_of(sizes).values()], dtype=np.int64)
         held, next_one = np.arange(0), 0
         while True:
             stop = min(next_one + window - held.size, len(sizes))
@@ -603,7 +595,6 @@ class _Dealt:
                 {name: cost[held].tolist() for name, cost in columns.items()},
                 limits.limited,
                 ended=ended,
-                padding=None if padding is None else (padding[:, held], limits.padded_pixels or 0),
             )
             yield held[chosen]
             held = np.delete(held, chosen)

@@ -6,12 +6,19 @@ SEE_TRAPS = {
     63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says",
     126: "the first hour ends in an empty file, a bug report, or minutes of silence",
     127: "a command is silent while it imports, or imports what it does not use",
+    225: "an interval is narrower than the error of what was drawn, or a count of none is taken for nothing",
+    226: "advice follows from the last rows of an epoch, or from chance",
+    227: "packs are foretold without the pieces that the run makes of long samples",
+    228: "samples over a limit of a row are counted as too long",
+    229: "steps of ranks are made of other packs than the table of fill",
 }
 
 METRICS = "tests/energon/test_pack_metrics.py::"
 PAGE = "tests/report/test_preview_page.py::"
 IMPORTS = "tests/test_imports.py::"
 FIRST = "tests/cli/test_first_hour.py::"
+STATS = "tests/report/test_stats.py::"
+FORETOLD = STATS + "test_a_run_makes_the_packs_that_are_foretold"
 
 SEE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -131,5 +138,53 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=IMPORTS + "test_a_command_imports_nothing_that_it_does_not_need[convert nowhere.jsonl --dry-run --json-]",
         oracle="`sys.modules` of a fresh interpreter",
         edits=(("cli/options.py", "value if param is not None and value == param.default else super()", "super()"),),
+    ),
+    Mutation(
+        trap=225,
+        name="the interval of fill leaves out which samples were drawn",
+        test=STATS + "test_95_of_100_intervals_of_rows_hold_the_truth[half rows with images]",
+        oracle="the whole list, packed online",
+        edits=(("report/stats.py", "math.sqrt(part + 1 / len(made))", "math.sqrt(1 / len(made))"),),
+    ),
+    Mutation(
+        trap=225,
+        name="no long sample was drawn, so nothing is lost",
+        test=STATS + "test_95_of_100_intervals_of_rows_hold_the_truth[giants]",
+        oracle="the whole list, packed online",
+        edits=(("report/stats.py", "if count else 3.0", "if count else 0.0"),),
+    ),
+    Mutation(
+        trap=226,
+        name="a half-empty last row counts as the fill of a run that repeats",
+        test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
+        oracle="rows of two halves",
+        edits=(("report/stats.py", "if not held.size or (ended and steady):", "if not held.size:"),),
+    ),
+    Mutation(
+        trap=227,
+        name="packs are counted without the pieces of split samples",
+        test=FORETOLD + "[split]",
+        oracle="the packs of `build_loader`",
+        edits=(("report/stats.py", "if over.size and kind.changes_samples(run)", "if False"),),
+    ),
+    Mutation(
+        trap=228,
+        name="samples with too many images are counted as too long",
+        test=FORETOLD + "[images]",
+        oracle="the ledger of the run",
+        edits=(("report/stats.py", '("too_long", rows.too_long)', '("too_long", rows.too_long | rows.over)'),),
+    ),
+    Mutation(
+        trap=229,
+        name="packs of steps are made without the limit of images",
+        test="tests/cli/test_fill.py::test_steps_of_ranks_are_made_of_packs_within_the_limit_of_images",
+        oracle="`simulate_steps` on packs of the online packer",
+        edits=(
+            (
+                "report/fill.py",
+                'pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks',
+                'pack_lengths(tokens, capacity, "window", window=step_window) if ranks',
+            ),
+        ),
     ),
 )

@@ -59,8 +59,6 @@ PADDED = 4
 """Samples of a padded micro-batch, with which packed rows are compared."""
 HELPS = 1.05
 """Packing helps where its rows are that many times as full."""
-RANKS = 8
-"""Data-parallel ranks for which sorting by cost is judged."""
 BALANCE_WINDOW = 64
 WINDOWS = (64, 256, 1024)
 
@@ -319,7 +317,7 @@ def packings(
         rows = _rows_of(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
         for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), None):
             is_own = (row, multiple, window) == (*own, run.packing.window)
-            yield _packed(samples, rows, window, ranks * max(run.data.workers, 1) if is_own else 0, seed)
+            yield _packed(samples, rows, window, ranks if is_own else 0, seed)
 
 
 def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
@@ -370,7 +368,7 @@ def recommendation(
         good = (row for row in online if row["fill"] >= top - NEGLIGIBLE_FILL and _is_fuller(row, best))
         chosen = next(good, best)
     plan = next(row for row in same if row["window"] is None)
-    even, ordered = (chosen.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
+    even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
     oversize, row = run.packing.oversize, best["seq_length"]
     clips = "text_tokens" in samples.columns  # nothing splits one
     loses = best["lost"] > NEGLIGIBLE_LOSS and not clips
@@ -383,7 +381,7 @@ def recommendation(
     splits = parted < best["lost"] / 2
     drops, read = unwished(samples.dropped, samples.measured)
     dropped = (drops.total() + own["dropped"]) / max(read, 1)
-    balances = ordered > even + 0.02
+    balances = ordered > even + 0.02 and run.packing.balance_window == 1
     helps = "helps" if chosen["fill"] >= HELPS * chosen["padded"] else "hardly helps"
     settings = {
         "packing.seq_length": row if row != own["seq_length"] else None,
@@ -414,7 +412,7 @@ def recommendation(
         "masks all patches of a pack against each other.": (
             samples.family in MOST_PATCHES and run.packing.max_patches_per_pack is None
         ),
-        f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for {even:.1%} "
+        f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {ranks} ranks would compute for {even:.1%} "
         f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
     }
     return {
@@ -459,7 +457,7 @@ def _sizes(samples: StatsSamples) -> Sizes:
     return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
 
 
-def _packed(samples: StatsSamples, rows: _Rows, window: int | None, readers: int, seed: int) -> dict[str, Any]:
+def _packed(samples: StatsSamples, rows: _Rows, window: int | None, ranks: int, seed: int) -> dict[str, Any]:
     run, limits, kept = rows.run, rows.limits, rows.kept
     scale = samples.total / samples.measured
     lost, lost_error = ratio(samples, rows.lost, samples.tokens, most=2 * limits.tokens)
@@ -495,16 +493,16 @@ def _packed(samples: StatsSamples, rows: _Rows, window: int | None, readers: int
     cost = np.concatenate([cost for _, cost in made])
     for name in ("", "_error"):
         found[f"steps{name}"] = found[f"packs{name}"] / run.training.global_batch_size
-    if readers:
-        room = found["fill"] * run.packing.seq_length
+    if ranks:
+        room, readers = found["fill"] * run.packing.seq_length, ranks * max(run.data.workers, 1)
         more = [dealt.at_the_end(run.packing.window, readers, room, [seed, number]) for number in range(REPLICATES)]
         packs, error = readers * float(np.mean(more)), STUDENT * float(np.std(more)) * math.sqrt(readers)
         filled = found["fill"] * found["packs"] / (found["packs"] + packs)
         found |= {"end_packs": round(packs), "end_packs_error": error, "end_fill": filled}
-    if window is not None and cost.size >= 4 * RANKS:
+    if ranks > 1:
         for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
             in_turn: Order = "none" if size == 1 else "serpentine"
-            steps = simulate_steps(cost, ranks=RANKS, window=size, order=in_turn, seed=seed)
+            steps = simulate_steps(cost, ranks=ranks, window=size, order=in_turn, seed=seed)
             found[name] = round(steps.efficiency, 4)
     return found
 

@@ -481,12 +481,16 @@ def _packed(samples: StatsSamples, rows: _Rows, window: int | None, ranks: int, 
     made = [dealt.replicate(window, whole, [seed, number]) for number in range(1 if every else REPLICATES)]
     figures = np.array([each for each, _ in made])
     figures[:, 3] *= dealt.epoch
+    # Of the last row of a plan, half is left, and nobody knows which half.
+    last = 0.0 if window is not None or every else 0.5 / max(float(figures[:, 3].mean()), 1.0)
+    figures[:, 2] += last * figures[:, 0]
+    figures[:, 0] *= 1 - last
     if samples.whole:  # how many tokens there are is known
         figures[:, 3] = dealt.tokens / (figures[:, 0] * run.packing.seq_length)
     # A replicate has as many samples as were measured, or as a stream has.
     part = min(1.0, dealt.drawn / samples.measured) * (1 - samples.measured / samples.total)
     spread = STUDENT * figures.std(axis=0, ddof=len(made) > 1) * math.sqrt(part + 1 / len(made)) * (not every)
-    spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN)
+    spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN) + last
     for name, value, error in zip(names, figures.mean(axis=0).tolist(), spread.tolist(), strict=True):
         found |= {name: value, f"{name}_error": error}
     found |= {"packs": round(found["packs"]), "fills": figures[:, 0].tolist()}

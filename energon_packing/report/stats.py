@@ -84,7 +84,7 @@ def stats_report(
             "oversize": run.packing.oversize,
             "ranks": ranks,
             "workers": run.data.workers,
-            "weights": samples.mix is not None and not math.isclose(samples.mix.sum(), samples.total),
+            "weights": samples.mix is not None,
         },
         "plan": planned_packing(samples, run) if samples.kind == "plan" else None,
         "packing": [{name: value for name, value in row.items() if name != "fills"} for row in compared],
@@ -627,7 +627,8 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     counts = (np.bincount(samples.dataset, minlength=len(parts)) + dropped) * scale
     tokens = np.bincount(samples.dataset, samples.tokens, len(parts)) * scale
     given = np.zeros((len(parts), readers))
-    mix = mix_of(parts, counts)
+    blend = mix_of(parts, counts)
+    mix = counts if blend is None else blend
     for number, part in enumerate(parts):
         repetitions = 1.0 if part.repetitions is None else part.repetitions
         share = shares.get(part.root)

@@ -89,7 +89,7 @@ def own_sentence(report: Mapping[str, Any]) -> str:
     """The run's own configuration, and what its rows are like."""
     row, run = report["packing"][0], report["run"]
     aligned = f" with samples aligned to {row['multiple']}" * (row["multiple"] > 1)
-    weights = ", data sets mixed by their weights" * run["weights"]
+    weights = ", data sets mixed by their weights or repetitions" * run["weights"]
     sentence = (
         f"This run: rows of {row['seq_length']:,} tokens{aligned}, window {row['window']}, oversize={run['oversize']}, "
         f"{run['ranks']} data-parallel {'ranks' if run['ranks'] > 1 else 'rank'} x {run['workers']} workers{weights}. "

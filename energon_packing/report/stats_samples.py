@@ -34,7 +34,7 @@ class StatsSamples:
             `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
         mix: ``[data sets]`` float64, how many samples of each an epoch has, by weights or repetitions of a metadataset;
-            None for a plan. Where there are weights, an epoch is as many samples as there are.
+            None where there are none. Where there are weights, an epoch is as many samples as there are.
         remeasure: measures some of the N samples again, by ascending number, as a run does; None for a plan.
         pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
@@ -75,8 +75,10 @@ class StatsSamples:
         return sum((Counter(each) for each in self.drops), Counter())
 
 
-def mix_of(parts: Sequence[Any], counts: np.ndarray) -> np.ndarray:
+def mix_of(parts: Sequence[Any], counts: np.ndarray) -> np.ndarray | None:
     """`StatsSamples.mix` of parts of a metadataset that have `counts` ``[data sets]`` samples."""
+    if all(part.weight is None and part.repetitions in (None, 1) for part in parts):
+        return None
     if any(part.weight is not None for part in parts):
         weights = np.array([part.weight or 0.0 for part in parts])
         return weights * counts.sum() / weights.sum()

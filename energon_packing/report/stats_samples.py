@@ -11,7 +11,7 @@ import numpy as np
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY, counted_pairs
-from energon_packing.drops import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops, unwished
 from energon_packing.errors import UserError
 from energon_packing.executors.work import Progress
 from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
@@ -24,16 +24,16 @@ class StatsSamples:
     """Sizes of N usable samples, and why the others were dropped.
 
     Attributes:
-        total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
+        total: samples of the data, dropped ones included; of a plan, those that it packs and its drops.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
             `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
-        pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
-        planned: seq_length, multiple and packs of a plan; None otherwise.
+        planned: figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget
+            counts them; None otherwise.
         family: `VisionFamily.name` of the encoder that measured; empty for clips.
     """
 
@@ -46,9 +46,8 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    pack: np.ndarray | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    planned: Mapping[str, int] | None = None
+    planned: Mapping[str, float] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
     family: str = ""
 
@@ -105,36 +104,62 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
 
 
 def samples_of_plan(plan: Plan) -> StatsSamples:
-    """All rows of a plan: samples and pieces of split ones, as often as it packs them. Raises `UserError`: the plan or
-    its drops are damaged."""
-    names = ("length", "second", "dataset", "pack")
+    """The samples that a plan packs, each once and with the tokens of all of its pieces, and those that it drops.
+    Raises `UserError`: the plan or its drops are damaged."""
+    facts, datasets = plan.facts, plan.facts.datasets
+    names = ("dataset", "shard", "row", "piece", "length", "second")
     tables = list(plan.tables(list(names)))
-    columns = {
+    rows = {
         name: np.concatenate([table.column(name).to_numpy().astype(np.int64) for table in tables]) for name in names
     }
-    drops: list[Counter[str]] = [Counter() for _ in plan.facts.datasets]
+    shards = [(number, each.name, shard) for number, each in enumerate(datasets) for shard in each.shards]
+    starts = np.cumsum([0, *(shard.samples for _, _, shard in shards)])
+    firsts = np.cumsum([0, *(len(each.shards) for each in datasets)])
+    source = starts[firsts[rows["dataset"]] + rows["shard"]] + rows["row"]
+    once = np.unique(source << 16 | rows["piece"] + 1, return_index=True)[1]  # without what epochs repeat
+    kept, at, sample = np.unique(source[once], return_index=True, return_inverse=True)
+    numbers = {(name, shard.name): (number, int(start)) for (number, name, shard), start in zip(shards, starts)}
+    times = [each["per_epoch"] for each in facts.summary.get("datasets", ())] or [1.0] * len(datasets)
+    gone: dict[int | str, tuple[int, dict[str, Any]]] = {}  # of a sample whose pieces have several drops, one
+    for drop in read_drops(plan.path, facts.id):
+        number, start = numbers.get((drop.get("dataset"), drop.get("shard")), (0, None))
+        if times[number]:  # else the plan does not read the data set
+            gone[drop["dropped"] if start is None else start + drop["row"]] = (number, drop)
+    in_part = {*np.intersect1d(kept, np.array([it for it in gone if isinstance(it, int)], np.int64)).tolist()}
+    drops: list[Counter[str]] = [Counter() for _ in datasets]
     frequent = FrequentDrops("planned")
-    paths = [dataset.path for dataset in plan.facts.datasets]
-    frequent.add({(paths[at], ""): count for at, count in enumerate(np.bincount(columns["dataset"]).tolist())}, ())
-    numbers = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
-    for drop in read_drops(plan.path, plan.facts.id):
-        at = numbers.get(drop.get("dataset", ""), 0)
-        drops[at][drop["reason"]] += 1
-        entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=paths[at])
-        frequent.add({(paths[at], ""): 1}, [entry])
-    total = columns["length"].size + sum(each.total() for each in drops)
+    read = np.bincount(rows["dataset"][once][at], minlength=len(datasets))
+    for it, (number, drop) in gone.items():
+        drops[number][drop["reason"]] += 1
+        read[number] += it not in in_part
+        path, detail = datasets[number].path, drop["detail"]
+        frequent.add({}, [DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=detail, data=path)])
+    for dataset, count in zip(datasets, read.tolist(), strict=True):
+        frequent.add({(dataset.path, ""): count}, ())
+    sizes = (sum(shard.samples for shard in each.shards) for each in datasets)
+    counted = [unwished(*each) for each in zip(drops, sizes, strict=True)]  # as the planner asks the budget
+    planned = {
+        **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
+        **{name: float(facts.summary[name]) for name in ("fill", "aligned_fill")},
+        "packs": facts.packs,
+        "rows": facts.samples,
+        "epochs": facts.epochs,
+        "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
+        "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
+        "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),
+    }
+    total = kept.size + len(gone) - len(in_part)
     return StatsSamples(
         path=str(plan.path),
         kind="plan",
         total=total,
         measured=total,
-        datasets=dataset_names(plan.facts.datasets),
-        dataset=columns["dataset"],
-        columns={name: columns[name] for name in ("length", "second")},
+        datasets=dataset_names(datasets),
+        dataset=rows["dataset"][once][at],
+        columns={name: np.bincount(sample, rows[name][once]).astype(np.int64) for name in ("length", "second")},
         drops=tuple(drops),
-        pack=columns["pack"],
-        pair_counts=pair_counts(plan.facts.datasets),
-        planned={"packs": len(plan)} | {name: int(plan.facts.decided[name]) for name in ("seq_length", "multiple")},
+        pair_counts=pair_counts(datasets),
+        planned=planned,
         frequent=frequent,
     )
 

@@ -135,7 +135,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
         ),
         (
             is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed"},
-            f"{path} lacks what it dropped; give its index to compare settings with --seq-length, --multiple, --window.",
+            f"{path} lacks what it dropped; compare settings with --seq-length, --multiple and --window on its index.",
         ),
         (given.full and "samples" in given.asked, "--full measures all samples; leave out --samples, or --full."),
         (

@@ -146,11 +146,11 @@ def test_a_plan_of_three_epochs_tells_the_samples_drops_and_steps_that_a_run_of_
     assert own["fill"] == pytest.approx(sum(lengths) / (600 * len(packs)), abs=1e-6)
     assert own["fill"] + own["alignment"] + own["tail"] == pytest.approx(1)
     assert (own["dropped"], own["read"]) == (len(lost), 40)
+    strict = load_config(None, [*sets, "packing.drop_budget=0"])
     with pytest.raises(UserError, match=f"^{len(lost)} of 40 samples would be dropped"):
-        strict = load_config(None, [*sets, "packing.drop_budget=0"])
         make_plan([index], strict, plan, force=True, remeasure=SampleRemeasurer(None, [index], run=strict))
     assert (shown["packing"], shown["recommendation"]["settings"]) == ([], {}), "from what survived, none"
-    assert "give its index" in result_of_mistake(plan, "--seq-length", 1024)
+    assert "on its index" in result_of_mistake(plan, "--seq-length", 1024)
 
 
 def test_drops_of_each_modality_are_those_of_its_rows(tmp_path):

@@ -88,7 +88,7 @@ def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
         f"{epochs}: {plan['rows']:,} samples or pieces in {plan['packs']:,} packs of {plan['seq_length']:,} tokens, "
         f"{plan['steps']:,} steps of {batch}. Fill {plan['fill']:.2%}, alignment to a multiple of {plan['multiple']} "
         f"{plan['alignment']:.2%}, tail {plan['tail']:.2%}.",
-        f"As packing.drop_budget counts, {plan['dropped']:,.0f} of the {plan['read']:,.0f} samples of an epoch are dropped "
+        f"As packing.drop_budget counts, {plan['dropped']:,.0f} of {plan['read']:,.0f} samples of an epoch are dropped "
         f"({plan['dropped'] / max(plan['read'], 1):.2%}).",
     )
 

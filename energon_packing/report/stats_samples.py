@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
@@ -108,21 +109,22 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
     Raises `UserError`: the plan or its drops are damaged."""
     facts, datasets = plan.facts, plan.facts.datasets
     names = ("dataset", "shard", "row", "piece", "length", "second")
-    tables = list(plan.tables(list(names)))
-    rows = {
-        name: np.concatenate([table.column(name).to_numpy().astype(np.int64) for table in tables]) for name in names
-    }
+    table = pa.concat_tables(plan.tables(list(names)))
+    rows = {name: table.column(name).to_numpy().astype(np.int64) for name in names}
     shards = [(number, each.name, shard) for number, each in enumerate(datasets) for shard in each.shards]
-    starts = np.cumsum([0, *(shard.samples for _, _, shard in shards)])
+    starts = np.cumsum([0, *(shard.samples for *_, shard in shards)])
     firsts = np.cumsum([0, *(len(each.shards) for each in datasets)])
     source = starts[firsts[rows["dataset"]] + rows["shard"]] + rows["row"]
     once = np.unique(source << 16 | rows["piece"] + 1, return_index=True)[1]  # without what epochs repeat
     kept, at, sample = np.unique(source[once], return_index=True, return_inverse=True)
-    numbers = {(name, shard.name): (number, int(start)) for (number, name, shard), start in zip(shards, starts)}
+    places: dict[Any, tuple[int, int | None]] = {
+        (name, shard.name): (number, start)
+        for (number, name, shard), start in zip(shards, starts[:-1].tolist(), strict=True)
+    }
     times = [each["per_epoch"] for each in facts.summary.get("datasets", ())] or [1.0] * len(datasets)
     gone: dict[int | str, tuple[int, dict[str, Any]]] = {}  # of a sample whose pieces have several drops, one
     for drop in read_drops(plan.path, facts.id):
-        number, start = numbers.get((drop.get("dataset"), drop.get("shard")), (0, None))
+        number, start = places.get((drop.get("dataset"), drop.get("shard")), (0, None))
         if times[number]:  # else the plan does not read the data set
             gone[drop["dropped"] if start is None else start + drop["row"]] = (number, drop)
     in_part = {*np.intersect1d(kept, np.array([it for it in gone if isinstance(it, int)], np.int64)).tolist()}

@@ -230,12 +230,9 @@ class ShardIndex:
 
     def position(self, name: str) -> Position | None:
         """Where the file of a name lies; None if the data set has none."""
-        return next(self.positions(name), None)
-
-    def positions(self, name: str) -> Iterator[Position]:
-        """Where all files of a name lie: shards of several splits may each have a sample of that key."""
         parts = _KEY_AND_PART.match(name)
-        yield from (Position(*row) for row in (self._database.execute(_POSITION, parts.groups()) if parts else ()))
+        row = self._database.execute(_POSITION, parts.groups()).fetchone() if parts else None
+        return None if row is None else Position(*row)
 
     def media_metadata(self, name: str) -> Any:
         """Energon's metadata of an image or video. Raises KeyError: it has none for this name; RuntimeError: it has

@@ -39,7 +39,7 @@ from energon_packing.offline.source import (
     source_parts,
 )
 from energon_packing.packing.constraints import Size
-from energon_packing.sample_kind import KINDS, SampleKind
+from energon_packing.sample_kind import KINDS
 
 WARNINGS_FILE = "warnings.jsonl"
 SPLITS = ("train", "val", "test")
@@ -75,12 +75,11 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     events = list(_conversion(source, Path(path)))
     encoder = functools.cache(lambda: build_task_encoder(run))
     places = _places(source, path, run.data.split)
-    for split, part, shard, position in places:
-        text = f"{part.root}/{shard}, split {split}: {position.size:,} bytes at {position.offset:,}"
-        other = Event("source", "dropped", f"{text}; this run reads split {run.data.split}", "data.split")
-        events += [Event("source", "ok", text) if split == run.data.split else other]
+    for split, part, shard, at in places:
+        text = f"{part.root}/{shard}, split {split}: {at.size:,} bytes at {at.offset:,}"
+        events.append(_source(text, split, run.data.split))
         if split == places[0][0]:
-            record = TarFiles().read(Path(part.root) / shard, position.offset, position.size)
+            record = TarFiles().read(Path(part.root) / shard, at.offset, at.size)
             events += _measured(key, record, part, run, encoder)
     if not places and not any(event.outcome == "rejected" for event in events):
         stored = key_of_id(key)
@@ -92,45 +91,43 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 
+def _source(text: str, split: str, read: str) -> Event:
+    if split == read:
+        return Event("source", "ok", text)
+    return Event("source", "dropped", f"{text}; this run reads split {read}", "data.split")
+
+
 def story_in_index(key: str, directory: str, run: Any) -> list[Event]:
     """What an index holds of a sample and all of its copies, and with the configuration of a `run`, whether each fits a
     row. Raises `UserError`: as `Sources.open`, or the index lacks the sample."""
     index, events = Index.open(directory), list[Event]()
-    kind, family = KINDS.find(kind_of(index.datasets)), str(index.fingerprint.get("family", ""))
     if run is not None:
         Sources.open([directory], run, {dataset.asked for dataset in index.datasets})  # compares the settings
     for dataset in sorted(index.datasets, key=lambda it: run is not None and it.asked_split != run.data.split):
+        split = dataset.asked_split
         for shard in dataset.shards:
             table = index.rows(dataset, shard)
             for at in pc.indices_nonzero(pc.equal(table.column("key"), source_key(key))).to_pylist():
-                text = f"{dataset.root}/{shard.name}, split {dataset.asked_split}: sample {at}"
-                if run is not None and dataset.asked_split != run.data.split:
-                    text += f"; this run reads split {run.data.split}"
-                    events.append(Event("source", "dropped", text, "data.split"))
-                else:
-                    events.append(Event("source", "ok", text))
-                events += _indexed(table.slice(at, 1).to_pylist()[0], kind, family, run)
+                text = f"{dataset.root}/{shard.name}, split {split}: sample {at}"
+                events.append(_source(text, split, run.data.split if run else split))
+                events += _indexed(table.slice(at, 1).to_pylist()[0], index, run)
     if not events:
         raise UserError(f"{directory} has no sample {key!r}; its data set may not have it, or was measured without it.")
     return events
 
 
-def _indexed(row: dict[str, Any], kind: SampleKind, family: str, run: Any) -> Iterator[Event]:
+def _indexed(row: dict[str, Any], index: Index, run: Any) -> Iterator[Event]:
     if row["reason"] is not None:
         yield Event.dropped("measure", row["reason"], row["detail"] or "")
         return
     sizes = {each.name: row[each.name] for each in fields(Size) if each.name in row}
     size = Size(segment_lengths=(row["length"], row["second"])[: 1 + bool(row["second"])], **sizes)
-    text = (
-        f"{size.length:,} tokens, {row['targets']:,} of them targets; {size.images} images and {size.patches} patches"
-    )
-    yield Event(
-        "measure", "ok", f"{size.length:,} patches, {size.text_tokens:,} text tokens" if size.text_tokens else text
-    )
+    yield Event("measure", "ok", _size_text(size, row["targets"]))
     if run is None:
         return
-    if (limits := kind.limits(run, family)).holds(size):
-        yield Event("row", "ok", f"takes {limits.aligned(size):,} of {run.packing.seq_length:,} of a row")
+    kind = KINDS.find(kind_of(index.datasets))
+    if (limits := kind.limits(run, str(index.fingerprint.get("family", "")))).holds(size):
+        yield Event("row", "ok", f"takes {limits.aligned(size):,} of {run.packing.seq_length:,} tokens of a row")
     elif kind.changes_samples(run):
         text = f"fits no row; packing.oversize={run.packing.oversize} changes it, which `explain` of its data set tells"
         yield Event("row", "changed", text, "packing.oversize")
@@ -139,47 +136,39 @@ def _indexed(row: dict[str, Any], kind: SampleKind, family: str, run: Any) -> It
         yield Event("row", "dropped", f"{drop.reason}: {drop.detail}", drop.setting)
 
 
+def _size_text(size: Any, targets: int) -> str:
+    lengths = " + ".join(f"{length:,}" for length in size.segment_lengths)
+    if text_tokens := getattr(size, "text_tokens", 0):
+        return f"{lengths} patches, {text_tokens:,} text tokens"
+    return f"{lengths} tokens, {targets:,} of them targets; {size.images} images and {size.patches} patches"
+
+
 def story_in_plan(key: str, path: Path) -> list[Event]:
     """What a plan, or a packed directory, says of a key. Raises `UserError`: as `explanation`, or the directory is not
     complete."""
     packed = Packed.open(path) if is_packed(path) else None
     plan = Plan.open(path) if packed is None else packed.plan
     explained = explanation(plan, key)
-    events = _events_of_plan(explained)
-    if packed is None:
-        return events
-    lost = {drop["dropped"]: drop for drop in read_drops(plan.path, plan.facts.id, path=path / DROPS_FILE)}
+    undecoded = () if packed is None else read_drops(plan.path, plan.facts.id, path=path / DROPS_FILE)
+    lost = {drop["dropped"]: drop for drop in undecoded}
+    events: list[Event] = []
     for each in explained["packed"]:
-        shard = shard_path(path, bisect.bisect_right(packed.facts.firsts, each["pack"]) - 1).name
-        where, drop = f"{each['sample']}, pack {each['pack']} in {shard}", lost.get(each["sample"])
-        left_out = drop and Event.dropped("stored", drop["reason"], f"{drop['detail']} ({where})")
-        events.append(left_out or Event("stored", "ok", where))
+        place = f"pack {each['pack']} of epoch {each['epoch']}, place {each['place']}"
+        text = (
+            f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}, "
+            f"sample {each['row']}: {place}; the pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
+            f"Beside {some_of([other['sample'] for other in each['beside']], 5) or 'nothing'}."
+        )
+        events.append(Event("plan", "ok", text))
+        if packed is not None:
+            shard = shard_path(path, bisect.bisect_right(packed.facts.firsts, each["pack"]) - 1).name
+            text, drop = f"{each['sample']}: pack {each['pack']} in {shard}", lost.get(each["sample"])
+            left_out = drop and Event.dropped("stored", drop["reason"], f"{drop['detail']} ({text})")
+            events.append(left_out or Event("stored", "ok", text))
+    for drop in explained["dropped"]:
+        setting = drop.get("setting") or deciding_setting(drop["reason"], drop["detail"])
+        events.append(Event("plan", "dropped", f"{drop['dropped']}: {drop['reason']}: {drop['detail']}", setting))
     return events
-
-
-def _events_of_plan(explained: dict[str, Any]) -> list[Event]:
-    return [
-        *(
-            Event(
-                "plan",
-                "ok",
-                f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}"
-                f", sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the "
-                f"pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
-                f"Beside {some_of([other['sample'] for other in each['beside']], 5) or 'nothing'}.",
-            )
-            for each in explained["packed"]
-        ),
-        *(
-            Event(
-                "plan",
-                "dropped",
-                f"{drop['dropped']}: {drop['reason']}: {drop['detail']}",
-                drop.get("setting") or deciding_setting(drop["reason"], drop["detail"]),
-            )
-            for drop in explained["dropped"]
-        ),
-    ]
 
 
 def source_key(key: str) -> str:
@@ -214,8 +203,9 @@ def _places(key: str, path: str, own: str) -> list[tuple[str, SourcePart, str, P
         (split, part, index.shards[at.shard], at)
         for split, part in parts
         for index in [ShardIndex(Path(part.root))]
-        for at in index.positions(f"{key}.json")
-        if index.shards[at.shard] in part.shards and first.setdefault((part.root, at), split) == split
+        if (at := index.position(f"{key}.json")) is not None
+        and index.shards[at.shard] in part.shards
+        and first.setdefault(part.root, split) == split
     ]
 
 
@@ -257,18 +247,17 @@ def _fate(
         return
     measured, packing = sized.measured, encoder.packing
     assert measured is not None
-    lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
     targets = sum(getattr(segment, "targets", 0) for segment in measured.segments)
-    text = f"{lengths} tokens, {targets:,} of them targets; {measured.images} images and {measured.patches} patches"
-    yield Event("measure", "ok", text)
+    yield Event("measure", "ok", _size_text(measured, targets))
     for how, detail in measured.changes:
         setting = "packing.oversize" if how in ("truncated", "split") else "encoder.limits.when_over"
         yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or setting)
     taken = f"takes {encoder.limits.aligned(measured):,} of {packing.seq_length:,} tokens of a row"
     yield Event("row", "ok", f"{taken} (multiple {encoder.multiple})")
-    yield _rendered(encoder, sized, part, media, key)
-    waits = f"waits among up to {packing.window:,} samples for a pack"
-    yield Event("window", "ok", f"{waits}, which the policy {packing.policy!r} chooses", "packing.window")
+    yield (shown := _rendered(encoder, sized, part, media, key))
+    if shown.outcome == "ok":
+        waits = f"waits among up to {packing.window:,} samples for a pack"
+        yield Event("window", "ok", f"{waits}, which the policy {packing.policy!r} chooses", "packing.window")
 
 
 def _conversation_text(conversation: Conversation) -> str:

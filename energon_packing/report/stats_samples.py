@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
@@ -107,58 +108,48 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
 def samples_of_plan(plan: Plan) -> StatsSamples:
     """The samples that a plan packs, each once and with the tokens of all of its pieces, and those that it drops.
     Raises `UserError`: the plan or its drops are damaged."""
-    facts, datasets = plan.facts, plan.facts.datasets
-    names = ("dataset", "shard", "row", "piece", "length", "second")
-    table = pa.concat_tables(plan.tables(list(names)))
-    rows = {name: table.column(name).to_numpy().astype(np.int64) for name in names}
-    shards = [(number, each.name, shard) for number, each in enumerate(datasets) for shard in each.shards]
-    starts = np.cumsum([0, *(shard.samples for *_, shard in shards)])
-    firsts = np.cumsum([0, *(len(each.shards) for each in datasets)])
-    source = starts[firsts[rows["dataset"]] + rows["shard"]] + rows["row"]
-    once = np.unique(source << 16 | rows["piece"] + 1, return_index=True)[1]  # without what epochs repeat
-    kept, at, sample = np.unique(source[once], return_index=True, return_inverse=True)
-    places: dict[Any, tuple[int, int | None]] = {
-        (name, shard.name): (number, start)
-        for (number, name, shard), start in zip(shards, starts[:-1].tolist(), strict=True)
-    }
-    times = [each["per_epoch"] for each in facts.summary.get("datasets", ())] or [1.0] * len(datasets)
-    gone: dict[int | str, tuple[int, dict[str, Any]]] = {}  # of a sample whose pieces have several drops, one
+    facts, datasets, place = plan.facts, plan.facts.datasets, ["dataset", "shard", "row"]
+    rows = pa.concat_tables(plan.tables([*place, "piece", "length", "second"]))
+    once = rows.group_by([*place, "piece"]).aggregate([("length", "min"), ("second", "min")])  # of all epochs
+    kept = once.group_by(place).aggregate([("length_min", "sum"), ("second_min", "sum")])
+    pieces = once.filter(pc.greater_equal(once.column("piece"), 0))
+    in_part = {*zip(*(pieces.column(name).to_pylist() for name in place), strict=True)}
+    dataset, length, second = (kept.column(at).to_numpy().astype(np.int64) for at in (0, 3, 4))
+    numbers = {(it.name, shard.name): (n, at) for n, it in enumerate(datasets) for at, shard in enumerate(it.shards)}
+    gone: dict[tuple[Any, ...], dict[str, Any]] = {}  # of a sample whose pieces have several drops, one
     for drop in read_drops(plan.path, facts.id):
-        number, start = places.get((drop.get("dataset"), drop.get("shard")), (0, None))
-        if times[number]:  # else the plan does not read the data set
-            gone[drop["dropped"] if start is None else start + drop["row"]] = (number, drop)
-    in_part = {*np.intersect1d(kept, np.array([it for it in gone if isinstance(it, int)], np.int64)).tolist()}
+        at = numbers.get((drop.get("dataset", ""), drop.get("shard", "")), (0, 0))
+        gone[*at, drop.get("row", drop["dropped"])] = drop
+    times = [each["per_epoch"] for each in facts.summary.get("datasets", ())] or [1.0] * len(datasets)
     drops: list[Counter[str]] = [Counter() for _ in datasets]
     frequent = FrequentDrops("planned")
-    read = np.bincount(rows["dataset"][once][at], minlength=len(datasets))
-    for it, (number, drop) in gone.items():
-        drops[number][drop["reason"]] += 1
-        read[number] += it not in in_part
-        path, detail = datasets[number].path, drop["detail"]
-        frequent.add({}, [DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=detail, data=path)])
-    for dataset, count in zip(datasets, read.tolist(), strict=True):
-        frequent.add({(dataset.path, ""): count}, ())
-    sizes = (sum(shard.samples for shard in each.shards) for each in datasets)
+    read = np.bincount(dataset, minlength=len(datasets)).tolist()
+    for (number, *rest), drop in gone.items():
+        if times[number]:  # else the plan does not read the data set
+            drops[number][drop["reason"]] += 1
+            read[number] += (number, *rest) not in in_part
+            path, detail = datasets[number].path, drop["detail"]
+            frequent.add({}, [DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=detail, data=path)])
+    for it, count in zip(datasets, read, strict=True):
+        frequent.add({(it.path, ""): count}, ())
+    sizes = [sum(shard.samples for shard in each.shards) for each in datasets]
     counted = [unwished(*each) for each in zip(drops, sizes, strict=True)]  # as the planner asks the budget
     planned = {
         **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
         **{name: float(facts.summary[name]) for name in ("fill", "aligned_fill")},
-        "packs": facts.packs,
-        "rows": facts.samples,
-        "epochs": facts.epochs,
+        **{"packs": facts.packs, "rows": facts.samples, "epochs": facts.epochs},
         "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
         "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
         "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),
     }
-    total = kept.size + len(gone) - len(in_part)
     return StatsSamples(
         path=str(plan.path),
         kind="plan",
-        total=total,
-        measured=total,
+        total=sum(read),
+        measured=sum(read),
         datasets=dataset_names(datasets),
-        dataset=rows["dataset"][once][at],
-        columns={name: np.bincount(sample, rows[name][once]).astype(np.int64) for name in ("length", "second")},
+        dataset=dataset,
+        columns={"length": length, "second": second},
         drops=tuple(drops),
         pair_counts=pair_counts(datasets),
         planned=planned,

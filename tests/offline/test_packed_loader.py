@@ -238,6 +238,11 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(dataset, ru
     lines = [json.loads(line) for line in (tmp_path / "pixels" / "drops.jsonl").read_text().splitlines()]
     assert lines[0] == {"plan": plan.facts.id}
     assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
+    for made in plan.packs(0, len(plan)):
+        for each in made.samples:
+            stored = [it for it in story_in_plan(each.name, tmp_path / "pixels") if it.stage == "stored"]
+            assert {it.outcome for it in stored} == {"dropped" if each.name in dict(dropped) else "ok"}
+            assert all(f"pack {made.number} in shard-0" in it.text for it in stored)
 
 
 def test_packing_that_drops_more_than_the_budget_stops_however_few_the_samples_are(dataset, run_of, tmp_path):

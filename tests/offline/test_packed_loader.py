@@ -32,6 +32,7 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.verify import VerifyConfig, first_difference, verify
+from energon_packing.report.sample_story import story_in_plan
 
 WAYS = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 SMALL = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}

@@ -164,7 +164,11 @@ def test_the_fate_of_each_piece_is_that_of_the_loader(dataset, tmp_path):
     for key in {name.partition("#")[0] for name in dropped}:
         events = story_in_dataset(key, str(dataset), config)
         for name in [each for each in dropped | trained if each.startswith(f"{key}#")]:
-            own = [event for event in events if event.text.startswith(f"{name}: ") and event.stage not in ("pack", "ledger")]
+            own = [
+                event
+                for event in events
+                if event.text.startswith(f"{name}: ") and event.stage not in ("pack", "ledger")
+            ]
             assert [event.stage for event in own if event.outcome == "dropped"] == ["measure"] * (name in dropped)
             assert any(event.stage == "window" for event in own) == (name in trained)
             (alone,) = {event.text.partition(": ")[0] for event in own}

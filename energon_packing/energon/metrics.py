@@ -14,7 +14,6 @@ the private bytes of the rank's largest worker and decoding process::
 
 import contextlib
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -31,7 +30,6 @@ from energon_packing.energon.samples import Pack
 from energon_packing.energon.workers import largest_private
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile, LineFollower
-from energon_packing.packing.statistics import PackStatistics
 
 
 @dataclass(kw_only=True, slots=True)
@@ -265,58 +263,6 @@ def work_of(pack: Pack) -> Counter[str]:
             for frames, height, width in batch.visual_inputs[name][: sum(counts[: batch.num_samples])].tolist():
                 work.update(patches=frames * height * width, patch_squares=frames * (height * width) ** 2)
     return work
-
-
-class PackingMonitor:
-    """Counts packs as they are emitted. Shares refer to the tokens of a full pack (``capacity``), whatever the width of
-    a row."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._sums = PackSums()
-        self._delays: Counter[int] = Counter()
-        self._cost_mean = self._cost_squares = self._cost_max = 0.0
-
-    def add(self, pack: Pack) -> None:
-        """Counts one pack; a pack that contains only padding is counted separately."""
-        self._sums.add(sums_of(pack, self.capacity))
-        if pack.padding:
-            return
-        self._delays.update(pack.delays)
-        # Welford's running variance: summing squares of costs near 10^9 would lose the spread to rounding.
-        difference = pack.cost - self._cost_mean
-        self._cost_mean += difference / self._sums.packs
-        self._cost_squares += difference * (pack.cost - self._cost_mean)
-        self._cost_max = max(self._cost_max, float(pack.cost))
-
-    def statistics(self) -> PackStatistics:
-        """Returns the figures so far, all 0 before the first pack; delays and samples held are per worker."""
-        sums, packs = self._sums, max(self._sums.packs, 1)
-        room = packs * self.capacity
-        return PackStatistics(
-            packs=sums.packs,
-            samples=sums.segments,
-            fill=sums.real / room,
-            alignment_padding=sums.alignment / room,
-            tail_padding=(sums.tail + sums.unused) / room,
-            delay_p50=self._delay(0.5),
-            delay_p99=self._delay(0.99),
-            delay_max=max(self._delays, default=0),
-            held=sums.held,
-            samples_per_pack=sums.segments / packs,
-            cost_mean=self._cost_mean,
-            cost_spread=math.sqrt(self._cost_squares / packs) / self._cost_mean if self._cost_mean else 0.0,
-            cost_max_over_mean=self._cost_max / self._cost_mean if self._cost_mean else 0.0,
-        )
-
-    def _delay(self, share: float) -> float:
-        """The smallest delay that at least `share` of the samples do not exceed."""
-        wanted, seen = share * self._delays.total(), 0
-        for delay in sorted(self._delays):
-            seen += self._delays[delay]
-            if seen >= wanted:
-                return float(delay)
-        return 0.0
 
 
 def micro_batches_per_step() -> int:

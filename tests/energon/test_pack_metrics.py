@@ -129,7 +129,9 @@ def test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest(tmp_pa
             assert sum(tokens) == CAPACITY * len(full)
             assert 0 <= sums["waited"] <= sums["seconds"]
         # The step of a pack ends where the next one is taken, so that of the last pack is in no line.
-        assert Counter(line["total"]["done"]) == Counter(trained([pack for pack in packs[: at - 1] if not pack.padding]))
+        assert Counter(line["total"]["done"]) == Counter(
+            trained([pack for pack in packs[: at - 1] if not pack.padding])
+        )
         steps = [part[start : start + per_step] for start in range(0, len(part), per_step)]
         whole = [step for step in steps if len(step) == per_step]
         assert [cost for _, cost in line["steps"]] == [sum(pack.cost for pack in step) for step in whole]

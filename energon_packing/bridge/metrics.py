@@ -51,19 +51,15 @@ def _loggers(context: CallbackContext) -> tuple[Any, Any]:
 
 
 def throughput(config: Any, rates: Mapping[str, float]) -> dict[str, float]:
-    """``tflops_per_device`` of a Bridge configuration whose ranks together train on `rates` per second; nothing for
-    models that bring a formula of their own.
-
-    The formulas are Bridge's, ``num_floating_point_operations`` and ``vit_flops``. They get each segment without its
-    padding, and each image or frame by itself, in place of whole rows and all images of a row as one.
-    """
+    """``tflops_per_device`` of a Bridge configuration whose ranks together train on `rates` per second, by Bridge's
+    formulas: for segments without padding and for each image or frame, in place of whole rows and all images of a row
+    as one. Nothing for models that bring a formula of their own."""
     # Here and not above: it imports Transformer Engine, which a run's trainer has done by now.
     from megatron.bridge.training.utils.flop_utils import num_floating_point_operations, vit_flops
 
     if not rates or any(name.startswith("_get_num_floating_point_operations") for name in dir(config.model)):
         return {}
-    known = {"seqlen_sum": rates["tokens"], "seqlen_squared_sum": rates["squares"]}
-    flops = float(num_floating_point_operations(config, rates["segments"], **known))
+    flops = float(num_floating_point_operations(config, rates["segments"], rates["tokens"], rates["squares"]))
     if patches := rates.get("patches", 0):
         # It grows as a * n + b * n^2 with the patches n of an image, if these are whole merged tokens.
         unit = getattr(getattr(config.model, "vision_config", None), "spatial_merge_size", 2) ** 2

@@ -68,11 +68,9 @@ class PackSums:
 
     def add(self, other: "PackSums") -> None:
         """Adds the sums of other packs."""
-        for name in _NUMBERS:
+        for name in (entry.name for entry in dataclasses.fields(self)):
             mine, others = getattr(self, name), getattr(other, name)
             setattr(self, name, max(mine, others) if name in ("delay_max", "held") else mine + others)
-        self.dropped.update(other.dropped)
-        self.done.update(other.done)
 
     @property
     def room(self) -> int:
@@ -106,9 +104,6 @@ class PackSums:
     def from_json(cls, values: Mapping[str, Any]) -> "PackSums":
         """The sums that `to_json` made plain. Raises `KeyError` or `TypeError`: something else."""
         return cls(**{**values, "dropped": Counter(values["dropped"]), "done": Counter(values["done"])})
-
-
-_NUMBERS = tuple(entry.name for entry in dataclasses.fields(PackSums) if entry.name not in ("dropped", "done"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +241,8 @@ def sums_of(pack: Pack, capacity: int) -> PackSums:
 
 def work_of(pack: Pack) -> Counter[str]:
     """What a step trains on in one pack: ``samples``, ``segments``, their ``tokens``, the ``targets`` that have a
-    weight, and the ``squares`` of the segments' lengths; of media with a grid ``patches``, and ``patch_squares`` of
-    each image or frame, among which alone a vision tower attends. Padding and dummy images are no work."""
+    weight, and the ``squares`` of the segments' lengths; of media with a grid ``patches``, and ``patch_squares``, of
+    each image or frame by itself. Padding and dummy images are no work."""
     if pack.padding:
         return Counter()
     batch = pack.batch

@@ -1,8 +1,10 @@
 """`scripts/loader_profile.py` waits as a trainer does: for workers that are too slow, and only for those."""
 
+import functools
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import loader_profile as module
 import pytest
@@ -23,8 +25,8 @@ def settings(demo_data):
 
 def test_samples_and_tokens_are_those_of_the_loader_and_the_first_packs_do_not_count(settings, monkeypatch):
     now = itertools.count()
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
-    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(now)))
+    clock = SimpleNamespace(sleep=lambda _: None, perf_counter=lambda: float(next(now)))
+    monkeypatch.setattr(module, "time", clock)
     run = load_config(None, [*settings, "data.workers=0"])
     found = rehearse(run, workers=0, step_seconds=1.0, packs_per_step=2, steps=3)
     packs = list(itertools.islice(build_loader(run), 2, 8))
@@ -42,13 +44,14 @@ def test_samples_and_tokens_are_those_of_the_loader_and_the_first_packs_do_not_c
 
 def test_a_step_waits_for_one_slow_worker_and_not_for_four(settings, monkeypatch):
     """A worker takes 0.4 seconds for a pack, a step 0.2: one worker makes it wait half of the time."""
-    select = PackingTaskEncoder.select_pack
+    assemble = PackingTaskEncoder.pack_selected_samples
 
+    @functools.wraps(assemble)  # Energon asks a method whether it is stateless
     def slow(self, *arguments, **named):
         time.sleep(0.4)
-        return select(self, *arguments, **named)
+        return assemble(self, *arguments, **named)
 
-    monkeypatch.setattr(PackingTaskEncoder, "select_pack", slow)
+    monkeypatch.setattr(PackingTaskEncoder, "pack_selected_samples", slow)
     run = load_config(None, settings)
     one, four = (rehearse(run, workers=workers, step_seconds=0.2, steps=6) for workers in (1, 4))
     assert 0.45 < one["waited_share"] < 0.7

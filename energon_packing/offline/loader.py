@@ -242,7 +242,7 @@ def loader_of(
     if not plan.facts.splits:
         several = f"{plan.path} has samples of several splits, of which its version did not note the one asked for"
         if "plan" not in config.data.accept_changed or evaluation is not None:
-            raise ConfigError(f'{several}; measure and plan again and start over, or set data.accept_changed=["plan"].')
+            raise ConfigError(f'{several}; measure and plan again, or train on all with data.accept_changed=["plan"].')
         warnings.warn(f"{several}; all are read (data.accept_changed).", stacklevel=2)
     check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)

@@ -175,6 +175,7 @@ class IndexedDataset:
     weight: Amount | None = None
     repetitions: Amount | None = None
     asked: Name = ""
+    media_states: tuple[str, ...] = ()
 
     @property
     def records(self) -> tuple[tuple[str, str], ...]:
@@ -186,8 +187,6 @@ class IndexedDataset:
         """By which a user may mean it: in the index, and its places."""
         above = {os.path.dirname(self.root)} if os.path.basename(self.root) == TEXT_DIRECTORY else set()
         return {self.name, self.path, self.root, *above}
-
-    media_states: tuple[str, ...] = ()
 
     @property
     def asked_split(self) -> str:

@@ -187,9 +187,9 @@ def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[
         )
     if (not splits and len(held) > 1) or not held.keys() >= {*splits}:
         raise UserError(
-            f"The indexes hold the splits {listed}; name the one to plan with --split (of `state convert`, "
-            "with data.split), or each of several that are all "
-            "to be trained on with a --split of its own, or measure another one."
+            f"The indexes hold the splits {listed}; name the one to plan with --split (of `state convert`, with "
+            "data.split), or each of several that are all to be trained on with a --split of its own, or measure "
+            "another one."
         )
     return [each for each in every if not splits or each[1].asked in splits]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import os
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else routers of experts are compiled, by g++ on a new machine
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from forking_python import UNFREEZE, freeze_for_good
 from hypothesis import HealthCheck, settings
 
@@ -122,6 +124,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return (1 if any(item.path.is_relative_to(name) for name in forking) else 2), place
 
     items.sort(key=turn)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test with a longer limit of its own may use it up before its process is ended with all stacks.
+
+    pytest's ``faulthandler_timeout`` knows nothing of the limits of pytest-timeout.
+    """
+    marker = item.get_closest_marker("timeout")
+    if marker is not None:
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(marker.args[0] + 100, file=stderr, exit=True)
 
 
 @pytest.fixture(autouse=True)

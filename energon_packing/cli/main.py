@@ -61,8 +61,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 
 REMOVED: dict[str, str] = {
     "fill": "use `energon-packing stats --fill LENGTHS`",
-    "size": "use `python scripts/size.py DATASET... --config CFG --samples N` in a checkout",
-    "profile": "use `python scripts/loader_profile.py DATASET --config CFG` in a checkout",
+    "size": "begin the run: `measure` and `pack` show the time that is left, and go on where they were stopped",
+    "profile": "use `python scripts/loader_profile.py DATASET --config CFG --step-seconds S` in a checkout",
     "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
     "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
 }

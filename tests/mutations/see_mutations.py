@@ -6,9 +6,13 @@ SEE_TRAPS = {
     63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says",
     126: "the first hour ends in an empty file, a bug report, or minutes of silence",
     127: "a command is silent while it imports, or imports what it does not use",
+    235: "a share of drops is of other samples than were read",
+    236: "a rate counts tokens or seconds of other steps than its own",
+    237: "FLOPs are those of padding, of whole rows, or of all images of a row as one",
 }
 
 METRICS = "tests/energon/test_pack_metrics.py::"
+FLOPS = "tests/conformance/test_thd_bridge.py::test_flops_of_a_row_are_those_of_its_segments_and_images"
 PAGE = "tests/report/test_preview_page.py::"
 IMPORTS = "tests/test_imports.py::"
 FIRST = "tests/cli/test_first_hour.py::"
@@ -22,8 +26,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/metrics.py",
-                "        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))\n",
-                "        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))\n"
+                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), float(pack.cost)))\n",
+                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), float(pack.cost)))\n"
                 "        self._used(0.0, self._taken + 1)\n",
             ),
         ),
@@ -131,5 +135,52 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=IMPORTS + "test_a_command_imports_nothing_that_it_does_not_need[convert nowhere.jsonl --dry-run --json-]",
         oracle="`sys.modules` of a fresh interpreter",
         edits=(("cli/options.py", "value if param is not None and value == param.default else super()", "super()"),),
+    ),
+    Mutation(
+        trap=235,
+        name="samples that wait in a window are missing below the share of drops",
+        test=METRICS + "test_the_share_of_drops_is_that_of_the_data_from_the_first_pack_on[0]",
+        oracle="every fifth conversation, which is too long",
+        edits=(
+            (
+                "energon/metrics.py",
+                '("dropped_share", self.dropped.total(), self.read),',
+                '("dropped_share", self.dropped.total(), self.samples + self.dropped.total()),',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=236,
+        name="the step that has begun counts in place of the one that ended",
+        test=METRICS + "test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest[3-1]",
+        oracle="the tensors of the packs before the last one",
+        edits=(("energon/metrics.py", "waited=waited, done=done))", "waited=waited, done=work))"),),
+    ),
+    Mutation(
+        trap=236,
+        name="the rates of several ranks are those of one",
+        test=METRICS + "test_waiting_is_the_time_in_the_reader_but_for_the_first_pack",
+        oracle="a clock that the test moves",
+        edits=(
+            (
+                "energon/metrics.py",
+                "sum(last.done[name] / last.seconds for last in timed)",
+                "max(last.done[name] / last.seconds for last in timed)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=237,
+        name="all images of a row attend to each other",
+        test=FLOPS + "[drawn2-None-segments2-images2-1478304-1.0748]",
+        oracle="the shapes of all matrices, by hand",
+        edits=(("bridge/metrics.py", 'rates["patch_squares"] / unit**2', "patches**2 / unit**2"),),
+    ),
+    Mutation(
+        trap=237,
+        name="the padding of a row is work",
+        test=FLOPS + "[drawn1-64-segments1-images1-342960-4.303]",
+        oracle="the shapes of all matrices, by hand",
+        edits=(("energon/metrics.py", "        tokens=batch.real_tokens,\n", "        tokens=batch.total_tokens,\n"),),
     ),
 )

@@ -1,105 +1,73 @@
-"""`scripts/loader_profile.py` counts every second once, in the stage that spent it, and every sample that it read."""
+"""`scripts/loader_profile.py` waits as a trainer does: for workers that are too slow, and only for those."""
 
-import contextlib
+import functools
 import itertools
 import json
-import math
+import time
+from types import SimpleNamespace
 
 import loader_profile as module
 import pytest
 from click.testing import CliRunner
-from loader_profile import STAGES, StageClock, loader_profile
+from loader_profile import rehearse
 
 from energon_packing.config import load_config
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
-
-
-class Time:
-    """A clock that tests move."""
-
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def test_only_the_inner_stage_counts():
-    clock = Time()
-    stages = StageClock(clock)
-    with stages.stage("decode"):
-        clock.now += 2
-        with contextlib.suppress(ValueError), stages.stage("pixels"):
-            clock.now += 8
-            raise ValueError("an error ends its stage")
-        clock.now += 16
-    clock.now += 32
-    stages.count()
-    assert {name: seconds for name, seconds in stages.seconds.items() if seconds} == {
-        "read": 32,
-        "decode": 18,
-        "pixels": 8,
-    }
+from energon_packing.energon.task_encoder import PackingTaskEncoder
 
 
 @pytest.fixture(scope="module")
-def run(demo_data):
-    settings = (f"encoder.processor={processor_path('qwen2_5_vl')}", "packing.seq_length=4096", "packing.window=8")
-    return load_config(None, [*settings, f"data.path={demo_data(16)}", "data.workers=0"])
+def settings(demo_data):
+    encoder = f"encoder.processor={processor_path('qwen2_5_vl')}"
+    return [encoder, "packing.seq_length=4096", "packing.window=8", f"data.path={demo_data(16)}"]
 
 
-@pytest.fixture
-def no_hand_over(monkeypatch):
-    monkeypatch.setattr(module, "_handed_over", lambda *_: 0.001)
-
-
-def test_samples_and_tokens_are_those_of_the_loader_and_no_second_is_lost(run, no_hand_over):
-    found = loader_profile(run, packs=3)
-    packs = list(itertools.islice(build_loader(run), 1, 4))
-    assert found["packs"] == 3
-    assert found["samples"] == sum(len(pack.keys) for pack in packs)
-    assert found["tokens"] == sum(pack.batch.real_tokens for pack in packs)
-    assert found["fill"] == pytest.approx(found["tokens"] / 3 / 4096)
-    assert [each["stage"] for each in found["stages"]] == list(STAGES)
-    assert sum(each["share"] for each in found["stages"]) == pytest.approx(1)
-    whole = sum(each["ms_per_sample"] for each in found["stages"]) * found["samples"] / 1e3
-    assert whole == pytest.approx(found["cpu_seconds"])
-    assert all(each["share"] > 0 for each in found["stages"]), "each stage of this data was seen"
-
-
-def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch, no_hand_over):
-    """On a clock that stands still but in `decode_media`, which takes a second per sample."""
-    from energon_packing.encoders import decoding
-
-    clock = Time()
-    monkeypatch.setattr(module, "StageClock", lambda: StageClock(clock))
-    decode = decoding.decode_media
-
-    def slow(*arguments, **settings):
-        clock.now += 1.0
-        return decode(*arguments, **settings)
-
-    monkeypatch.setattr(decoding, "decode_media", slow)
-    found = loader_profile(run, packs=4, step_seconds=(0.5, 2.0), packs_per_step=3)
-    assert found["cpu_seconds"] == found["samples_with_media"] > 0
-    shares = {each["stage"]: each["share"] for each in found["stages"]}
-    assert shares["decode"] == 1
-    per_pack = found["cpu_seconds"] / 4
-    assert found["workers"] == [
-        {"step_seconds": seconds, "workers": math.ceil(3 * per_pack / seconds)} for seconds in (0.5, 2.0)
-    ]
-
-
-def test_the_command_writes_no_ledger_and_refuses_data_that_end_before(run, tmp_path):
-    words = ["--set", "packing.window=8", "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
-    words = [run.data.path, *words, "--set", f"packing.ledger={tmp_path / 'ledger'}"]
-    done = CliRunner().invoke(module.main, [*words, "--set", "packing.seq_length=4096", "--packs", "3", "--json"])
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["hand_over_ms"] > 0
-    assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
-    done = CliRunner().invoke(
-        module.main,
-        [*words, "--set", "packing.seq_length=131072", "--set", "packing.window=99", "--set", "data.repeat=false"],
+def test_samples_and_tokens_are_those_of_the_loader_and_the_first_packs_do_not_count(settings, monkeypatch):
+    now = itertools.count()
+    clock = SimpleNamespace(sleep=lambda _: None, perf_counter=lambda: float(next(now)))
+    monkeypatch.setattr(module, "time", clock)
+    run = load_config(None, [*settings, "data.workers=0"])
+    found = rehearse(run, workers=0, step_seconds=1.0, packs_per_step=2, steps=3)
+    packs = list(itertools.islice(build_loader(run), 2, 8))
+    seconds = 2 * 3 + 1  # of a clock that goes on by one whenever it is read
+    assert found["waited_share"] == pytest.approx(3 / seconds)
+    assert found["per_second"] == pytest.approx(
+        {
+            "steps": 3 / seconds,
+            "packs": 6 / seconds,
+            "samples": sum(pack.batch.num_samples for pack in packs) / seconds,
+            "tokens": sum(pack.batch.real_tokens for pack in packs) / seconds,
+        }
     )
-    assert (done.exit_code, "data.repeat=true" in done.output) == (2, True)
+
+
+def test_a_step_waits_for_one_slow_worker_and_not_for_four(settings, monkeypatch):
+    """A worker takes 0.4 seconds for a pack, a step 0.2: one worker makes it wait half of the time."""
+    assemble = PackingTaskEncoder.pack_selected_samples
+
+    @functools.wraps(assemble)  # Energon asks a method whether it is stateless
+    def slow(self, *arguments, **named):
+        time.sleep(0.4)
+        return assemble(self, *arguments, **named)
+
+    monkeypatch.setattr(PackingTaskEncoder, "pack_selected_samples", slow)
+    run = load_config(None, settings)
+    one, four = (rehearse(run, workers=workers, step_seconds=0.2, steps=6) for workers in (1, 4))
+    assert 0.45 < one["waited_share"] < 0.7
+    assert 1.4 < one["per_second"]["packs"] <= 2.6
+    assert four["waited_share"] < one["waited_share"] / 2
+
+
+def test_the_command_writes_no_ledger_and_refuses_what_it_cannot_read(settings, tmp_path):
+    path = settings[-1].partition("=")[2]
+    words = [word for setting in settings[:-1] for word in ("--set", setting)]
+    words += ["--set", f"packing.ledger={tmp_path / 'ledger'}", "--step-seconds", "0", "--steps", "2", "--json"]
+    done = CliRunner().invoke(module.main, [path, *words, "--workers", "0", "--workers", "1"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["workers"] for row in rows] == [0, 1]
+    assert all(0 < row["waited_share"] <= 1 for row in rows)
+    assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
+    done = CliRunner().invoke(module.main, [str(tmp_path / "nothing"), *words])
+    assert (done.exit_code, "nothing" in json.loads(done.stdout)["error"]) == (2, True)

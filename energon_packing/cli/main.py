@@ -127,12 +127,16 @@ def _run(group: CommandGroup, arguments: list[str], name: str, extra: dict[str, 
     debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or "--debug" in before_command
     as_json = "--json" in arguments
     try:
-        with group.make_context(name, list(arguments), **extra) as context:
-            group.invoke(context)
+        code = 0
+        try:
+            with group.make_context(name, list(arguments), **extra) as context:
+                group.invoke(context)
+        except click.exceptions.Exit as end:
+            code = end.exit_code
+        except SystemExit as end:  # what rich makes of a closed pipe, with the code of a failed check
+            raise end.__context__ if isinstance(end.__context__, BrokenPipeError) else end from None
         sys.stdout.flush()
-        return 0
-    except click.exceptions.Exit as end:
-        return end.exit_code
+        return code
     except click.ClickException as error:
         if as_json:
             _report(error.format_message(), as_json)

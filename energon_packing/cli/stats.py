@@ -133,6 +133,10 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
             is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"},
             f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.",
         ),
+        (
+            is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed"},
+            f"{path} lacks what it dropped; compare settings with --seq-length, --multiple and --window on its index.",
+        ),
         (given.full and "samples" in given.asked, "--full measures all samples; leave out --samples, or --full."),
         (
             given.workers is not None and not given.full,
@@ -169,6 +173,7 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         group_cells,
         number,
         packing_cells,
+        plan_sentences,
         share,
         source_sentence,
     )
@@ -207,11 +212,10 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
     if report["drops"]:
         console.print(table(map(drop_cells, report["drops"]), left=("dropped",), right=("samples", "share")))
     print_warnings(report["warnings"])
-    names = ("mult.", "window", "fill", "align", "tail", "lost", "packs", "steps")
     if report["plan"]:
-        say("This plan", style="bold")
-        console.print(table([packing_cells(report["plan"])], left=("row",), right=names, fold=False))
-        say("Packed anew", style="bold")
+        say(*plan_sentences(report["plan"]), *report["recommendation"]["reasons"], wrap=True)
+        return
+    names = ("mult.", "window", "fill", "align", "tail", "lost", "packs", "steps")
     console.print(table(map(packing_cells, report["packing"]), left=("row",), right=names, fold=False))
     say("Recommended", style="bold")
     say(*(f"  {name}={value}" for name, value in report["recommendation"]["settings"].items()), style="green")

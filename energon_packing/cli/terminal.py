@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -42,6 +43,27 @@ def cell(value: Any, style: str = "", *, line_break: str = "\u23ce") -> Text:
     return value if isinstance(value, Text) else Text(text, style, overflow="fold")
 
 
+class Columns(Table):
+    """A table, or where its numbers do not fit beside each other, a line for each row with the name of each value: no
+    digit is cut off. Columns that fold need a dozen characters."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = sum(
+            widest if column.no_wrap else min(widest, 12)
+            for column in self.columns
+            for widest in [max(cell_len(str(each)) for each in (column.header, *column.cells)) + 1]
+        )
+        if not self.show_header or room <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield from [Text(str(self.title))] if self.title else ()
+        heads = [f"{column.header}: " if column.header else "" for column in self.columns]
+        bars = [not column.header and column.ratio for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            shown = zip(heads, map(str, row), bars, strict=True)
+            yield cell("; ".join(head + value for head, value, bar in shown if value and not bar), line_break="\n")
+
+
 def table(
     rows: Iterable[Sequence[Any]],
     *,
@@ -52,9 +74,9 @@ def table(
     title: str | None = None,
 ) -> Table:
     """A table for a terminal of any width, whose columns are texts (they fold, unless there are wide ones or ``fold``
-    is False), numbers, and long texts that share the rest of the width; see `cell`."""
+    is False), numbers, and long texts that share the rest of the width; see `cell` and `Columns`."""
     padding = (0, 1) if wide else (0, 1, 0, 0)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
+    shown = Columns(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
     for name in left:
         shown.add_column(name, overflow="fold", no_wrap=bool(wide) or not fold)
     for name in right:

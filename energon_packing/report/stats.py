@@ -67,11 +67,15 @@ def stats_report(
     alignment and `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
     choices = {"seq_lengths": seq_lengths or SEQ_LENGTHS, "windows": windows or WINDOWS}
     choices["multiples"] = multiples or (run.parallel.multiple,)
+    if samples.planned is not None:  # what it dropped has no lengths there, so that no other settings can be judged
+        why = "What a plan drops is not in it; `energon-packing stats INDEX` compares settings."
+        none = {"packing": [], "recommendation": {"settings": {}, "reasons": [why]}}
+        return {**statistics(samples), "plan": planned_packing(samples.planned, run), **none}
     compared = list(packings(samples, run, **{name: sorted(set(each)) for name, each in choices.items()}, seed=seed))
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
-        "plan": planned_packing(samples, run) if samples.kind == "plan" else None,
+        "plan": None,
         "packing": compared,
         "recommendation": recommendation(samples, run, compared),
     }
@@ -168,7 +172,12 @@ def _modalities(samples: StatsSamples) -> list[dict[str, Any]]:
     if "stills" not in samples.columns:
         return []
     number = (samples.columns["stills"] > 0) + 2 * (samples.columns["videos"] > 0)
-    return [_group(samples, MODALITIES[place], number == place, {}) for place in np.unique(number).tolist()]
+    dropped = samples.frequent.by_modality()
+    return [
+        _group(samples, name or "unknown", number == place, {name: dropped[name]})
+        for place, name in enumerate((*MODALITIES, ""))
+        if dropped[name] or (number == place).any()
+    ]
 
 
 def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping[str, int]) -> dict[str, Any]:
@@ -183,8 +192,7 @@ def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping
     }
     if "targets" in samples.columns:
         group["trained_share"] = int(samples.columns["targets"][members].sum()) / max(own, 1)
-    if drops:
-        group["dropped"] = round(sum(drops.values()) * samples.total / samples.measured)
+    group["dropped"] = round(sum(drops.values()) * samples.total / samples.measured)
     return group
 
 
@@ -220,31 +228,16 @@ def packings(
                 yield _packed(samples, sizes, fits, limits, window, run.training.global_batch_size, seed)
 
 
-def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
-    """The packs that a plan has, in the form of `packings`."""
-    assert samples.pack is not None
-    assert samples.planned is not None
-    row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
-    sizes = _sizes(samples)
-    aligned = int(np.sum(PackLimits(tokens=row, multiple=multiple).length_units(sizes))) * multiple
-    cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
-    return {
-        "seq_length": row,
-        "multiple": multiple,
-        "window": None,
-        "oversize": samples.dropped["oversize"] + samples.dropped["over_limit"],
-        "lost": None,
-        **_shares(int(samples.tokens.sum()), aligned, packs * row),
-        "error": 0.0,
-        "packs": packs,
-        "packs_error": 0,
-        "steps": packs // run.training.global_batch_size,
-        "samples_per_pack": len(sizes) / packs,
-        "cost_spread": float(cost.std() / cost.mean()),
-    }
+def planned_packing(planned: Mapping[str, float], run: RunConfig) -> dict[str, Any]:
+    """The packs that a plan has, of all of its epochs; ``steps`` are those of the run's batch, or else of the plan's
+    own, and ``dropped`` and ``read`` samples of an epoch, as ``packing.drop_budget`` counts them."""
+    of_run = run.training.global_batch_size
+    batch = int(planned["global_batch_size"]) if of_run == type(run.training)().global_batch_size else of_run
+    shares = _shares(planned["fill"], planned["aligned_fill"], 1)
+    return {**planned, **shares, "global_batch_size": batch, "steps": int(planned["packs"]) // batch}
 
 
-def _shares(tokens: int, aligned: int, room: int) -> dict[str, float]:
+def _shares(tokens: float, aligned: float, room: float) -> dict[str, float]:
     """What the tokens of all rows are: of samples, of their alignment, or of a row's tail."""
     return {"fill": tokens / room, "alignment": (aligned - tokens) / room, "tail": 1 - aligned / room}
 

@@ -74,9 +74,22 @@ def packing_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         with_error(row["fill"], row["error"]),
         share(row["alignment"]),
         share(row["tail"]),
-        "" if row["lost"] is None else share(row["lost"]),
+        share(row["lost"]),
         number(row["packs"], row["packs_error"]),
         number(row["steps"]),
+    )
+
+
+def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """The packs of a plan, and what its budget counts."""
+    epochs = f"{plan['epochs']:,} epoch" + "s" * (plan["epochs"] > 1)
+    batch = f"{plan['global_batch_size']:,} pack" + "s" * (plan["global_batch_size"] > 1)
+    return (
+        f"{epochs}: {plan['rows']:,} samples or pieces in {plan['packs']:,} packs of {plan['seq_length']:,} tokens, "
+        f"{plan['steps']:,} steps of {batch}. Fill {plan['fill']:.2%}, alignment to a multiple of {plan['multiple']} "
+        f"{plan['alignment']:.2%}, tail {plan['tail']:.2%}.",
+        f"As packing.drop_budget counts, {plan['dropped']:,.0f} of {plan['read']:,.0f} samples of an epoch are dropped "
+        f"({plan['dropped'] / max(plan['read'], 1):.2%}).",
     )
 
 
@@ -93,7 +106,7 @@ def group_cells(group: Mapping[str, Any]) -> tuple[str, ...]:
         share(group["token_share"]),
         number(group["mean_tokens"]),
         share(group["trained_share"]) if "trained_share" in group else "",
-        number(group.get("dropped", 0)),
+        number(group["dropped"]),
     )
 
 
@@ -135,6 +148,8 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 
 
 def _packing(report: Mapping[str, Any]) -> str:
+    if report["plan"]:
+        return "".join(f"<p>{escaped(sentence)}</p>" for sentence in plan_sentences(report["plan"]))
     names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
     settings, rows = report["recommendation"]["settings"], report["packing"]
     least = min(row["multiple"] for row in rows)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY, counted_pairs
-from energon_packing.drops import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops, unwished
 from energon_packing.errors import UserError
 from energon_packing.executors.work import Progress
 from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
@@ -24,16 +26,16 @@ class StatsSamples:
     """Sizes of N usable samples, and why the others were dropped.
 
     Attributes:
-        total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
+        total: samples of the data, dropped ones included; of a plan, those that it packs and its drops.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
             `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
-        pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
-        planned: seq_length, multiple and packs of a plan; None otherwise.
+        planned: figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget
+            counts them; None otherwise.
         family: `VisionFamily.name` of the encoder that measured; empty for clips.
     """
 
@@ -46,9 +48,8 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    pack: np.ndarray | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    planned: Mapping[str, int] | None = None
+    planned: Mapping[str, float] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
     family: str = ""
 
@@ -105,36 +106,53 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
 
 
 def samples_of_plan(plan: Plan) -> StatsSamples:
-    """All rows of a plan: samples and pieces of split ones, as often as it packs them. Raises `UserError`: the plan or
-    its drops are damaged."""
-    names = ("length", "second", "dataset", "pack")
-    tables = list(plan.tables(list(names)))
-    columns = {
-        name: np.concatenate([table.column(name).to_numpy().astype(np.int64) for table in tables]) for name in names
-    }
-    drops: list[Counter[str]] = [Counter() for _ in plan.facts.datasets]
+    """The samples that a plan packs, each once and with the tokens of all of its pieces, and those that it drops.
+    Raises `UserError`: the plan or its drops are damaged."""
+    facts, datasets, place = plan.facts, plan.facts.datasets, ["dataset", "shard", "row"]
+    rows = pa.concat_tables(plan.tables([*place, "piece", "length", "second"]))
+    once = rows.group_by([*place, "piece"]).aggregate([("length", "min"), ("second", "min")])  # of all epochs
+    kept = once.group_by(place).aggregate([("length_min", "sum"), ("second_min", "sum")])
+    pieces = once.filter(pc.greater_equal(once.column("piece"), 0))
+    in_part = {*zip(*(pieces.column(name).to_pylist() for name in place), strict=True)}
+    dataset, length, second = (kept.column(at).to_numpy().astype(np.int64) for at in (0, 3, 4))
+    numbers = {(it.name, shard.name): (n, at) for n, it in enumerate(datasets) for at, shard in enumerate(it.shards)}
+    gone: dict[tuple[Any, ...], dict[str, Any]] = {}  # of a sample whose pieces have several drops, one
+    for drop in read_drops(plan.path, facts.id):
+        at = numbers.get((drop.get("dataset", ""), drop.get("shard", "")), (0, 0))
+        gone[*at, drop.get("row", drop["dropped"])] = drop
+    times = [each["per_epoch"] for each in facts.summary.get("datasets", ())] or [1.0] * len(datasets)
+    drops: list[Counter[str]] = [Counter() for _ in datasets]
     frequent = FrequentDrops("planned")
-    paths = [dataset.path for dataset in plan.facts.datasets]
-    frequent.add({(paths[at], ""): count for at, count in enumerate(np.bincount(columns["dataset"]).tolist())}, ())
-    numbers = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
-    for drop in read_drops(plan.path, plan.facts.id):
-        at = numbers.get(drop.get("dataset", ""), 0)
-        drops[at][drop["reason"]] += 1
-        entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=paths[at])
-        frequent.add({(paths[at], ""): 1}, [entry])
-    total = columns["length"].size + sum(each.total() for each in drops)
+    read = np.bincount(dataset, minlength=len(datasets)).tolist()
+    for (number, *rest), drop in gone.items():
+        if times[number]:  # else the plan does not read the data set
+            drops[number][drop["reason"]] += 1
+            read[number] += (number, *rest) not in in_part
+            path, detail = datasets[number].path, drop["detail"]
+            frequent.add({}, [DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=detail, data=path)])
+    for it, count in zip(datasets, read, strict=True):
+        frequent.add({(it.path, ""): count}, ())
+    sizes = [sum(shard.samples for shard in each.shards) for each in datasets]
+    counted = [unwished(*each) for each in zip(drops, sizes, strict=True)]  # as the planner asks the budget
+    planned = {
+        **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
+        **{name: float(facts.summary[name]) for name in ("fill", "aligned_fill")},
+        **{"packs": facts.packs, "rows": facts.samples, "epochs": facts.epochs},
+        "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
+        "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
+        "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),
+    }
     return StatsSamples(
         path=str(plan.path),
         kind="plan",
-        total=total,
-        measured=total,
-        datasets=dataset_names(plan.facts.datasets),
-        dataset=columns["dataset"],
-        columns={name: columns[name] for name in ("length", "second")},
+        total=sum(read),
+        measured=sum(read),
+        datasets=dataset_names(datasets),
+        dataset=dataset,
+        columns={"length": length, "second": second},
         drops=tuple(drops),
-        pack=columns["pack"],
-        pair_counts=pair_counts(plan.facts.datasets),
-        planned={"packs": len(plan)} | {name: int(plan.facts.decided[name]) for name in ("seq_length", "multiple")},
+        pair_counts=pair_counts(datasets),
+        planned=planned,
         frequent=frequent,
     )
 

@@ -9,7 +9,15 @@ SEE_TRAPS = {
     235: "a share of drops is of other samples than were read",
     236: "a rate counts tokens or seconds of other steps than its own",
     237: "FLOPs are those of padding, of whole rows, or of all images of a row as one",
+    230: "the report of a plan counts epochs or pieces as samples, or drops otherwise than its budget",
+    231: "`explain` describes another sample of the same key, one of several, or calls a dropped piece fine",
+    232: "a reader of a pipe that went away looks like a check that failed",
+    233: "a narrow terminal shows a number without its last digits",
+    234: "the drops of each modality are 0 whatever is dropped",
 }
+STATS = "tests/report/test_stats.py::"
+STORY = "tests/report/test_sample_story.py::"
+MAIN = "tests/cli/test_main.py::"
 
 METRICS = "tests/energon/test_pack_metrics.py::"
 FLOPS = "tests/conformance/test_thd_bridge.py::test_flops_of_a_row_are_those_of_its_segments_and_images"
@@ -182,5 +190,80 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=FLOPS + "[drawn1-64-segments1-images1-342960-4.303]",
         oracle="the shapes of all matrices, by hand",
         edits=(("energon/metrics.py", "        tokens=batch.real_tokens,\n", "        tokens=batch.total_tokens,\n"),),
+    ),
+    Mutation(
+        trap=230,
+        name="pieces of a split sample count as samples of their own",
+        test=STATS + "test_a_plan_of_three_epochs_tells_the_samples_drops_and_steps_that_a_run_of_it_has[split]",
+        oracle="the keys that a run of the plan has",
+        edits=(("report/stats_samples.py", "kept = once.group_by(place)", 'kept = once.group_by([*place, "piece"])'),),
+    ),
+    Mutation(
+        trap=230,
+        name="drops of pieces count one by one, which the budget does not",
+        test=STATS + "test_a_plan_of_three_epochs_tells_the_samples_drops_and_steps_that_a_run_of_it_has[split]",
+        oracle="the sentence with which the planner refuses them",
+        edits=(("report/stats_samples.py", 'drop.get("row", drop["dropped"])', 'drop["dropped"]'),),
+    ),
+    Mutation(
+        trap=231,
+        name="splits are searched in the order of their names",
+        test=STORY + "test_all_copies_of_a_key_in_the_split_of_the_run_are_told_first_and_described[val]",
+        oracle="the lengths that the loader packs",
+        edits=(("report/sample_story.py", "in dict.fromkeys((own, *SPLITS)):", "in SPLITS:"),),
+    ),
+    Mutation(
+        trap=231,
+        name="a blend is searched for the first copy only",
+        test=STORY + "test_all_copies_of_a_key_in_the_split_of_the_run_are_told_first_and_described[train]",
+        oracle="the lengths that the loader packs",
+        edits=(
+            (
+                "report/sample_story.py",
+                "for split, part, shard, at in places:",
+                "for split, part, shard, at in places[:1]:",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=231,
+        name="a piece that is refused is told as if it were packed",
+        test=STORY + "test_the_fate_of_each_piece_is_that_of_the_loader",
+        oracle="the drops of the loader",
+        edits=(
+            (
+                "report/sample_story.py",
+                "    for piece in pieces:\n",
+                "    for piece in [each for each in pieces if each.problem is None or sized.split is None]:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=231,
+        name="a stored pack is said to hold what could not be decoded",
+        test="tests/offline/test_packed_loader.py::test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan",
+        oracle="the packs of the plan's own loader",
+        edits=(("report/sample_story.py", 'lost.get(each["sample"])', "None"),),
+    ),
+    Mutation(
+        trap=232,
+        name="what rich prints into a closed pipe ends with the code of a failed check",
+        test=MAIN + "test_a_reader_that_leaves_early_sees_no_error_and_no_failed_check[rich]",
+        oracle="the exit code of a process",
+        edits=(("cli/main.py", "isinstance(end.__context__, BrokenPipeError)", "False"),),
+    ),
+    Mutation(
+        trap=233,
+        name="columns share what room there is",
+        test=MAIN + "test_a_table_cuts_no_digit_at_any_width[40]",
+        oracle="the numbers that were given",
+        edits=(("cli/terminal.py", "room <= options.max_width", "True"),),
+    ),
+    Mutation(
+        trap=234,
+        name="nobody counts the drops of a modality",
+        test=STATS + "test_drops_of_each_modality_are_those_of_its_rows",
+        oracle="the rows, counted by hand",
+        edits=(("report/stats.py", "samples.frequent.by_modality()", 'dict.fromkeys((*MODALITIES, ""), 0)'),),
     ),
 )

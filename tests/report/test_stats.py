@@ -18,9 +18,13 @@ from energon_packing.cli.main import cli
 from energon_packing.config import RunConfig, TrainingConfig, load_config
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
+from energon_packing.errors import UserError
 from energon_packing.offline import measure
 from energon_packing.offline.index import Index
-from energon_packing.offline.plan import Plan
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.packs import SampleRemeasurer
+from energon_packing.offline.planner import make_plan
+from energon_packing.report.sample_story import source_key
 from energon_packing.report.stats import packings, statistics, stats_report
 from energon_packing.report.stats_page import bin_name, number, share
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index
@@ -57,6 +61,12 @@ def result(*arguments):
     found = stats(*arguments, "--json")
     assert found.exit_code == 0, found.output
     return json.loads(found.stdout)
+
+
+def result_of_mistake(*arguments):
+    found = stats(*arguments)
+    assert found.exit_code == 2, found.output
+    return found.output
 
 
 def test_every_figure_is_that_of_the_rows(rows, samples):
@@ -107,19 +117,48 @@ def test_rows_hold_the_tokens_that_they_are_said_to_hold(samples):
     assert seen == 2 * 2 * 3
 
 
-def test_a_plan_in_the_table_has_the_packs_of_the_command(index, tmp_path):
-    out = tmp_path / "plan.parquet"
-    settings = ("--set", "packing.seq_length=1024", "--set", "packing.drop_budget=1.0", "--set", "packing.pairs=both")
-    done = CliRunner().invoke(cli, ["plan", str(index), "--out", str(out), *settings])
-    assert done.exit_code == 0, done.output
-    facts = Plan.open(out).facts
-    shown = result(out, "--seq-length", 1024)
-    assert shown["plan"]["packs"] == facts.packs
-    assert shown["plan"]["fill"] == pytest.approx(facts.summary["fill"], abs=1e-5)
-    assert {each["reason"]: each["samples"] for each in shown["drops"]} == dict(facts.drops)
-    assert set(shown["quantities"]) == {"tokens"}
-    anew = next(each for each in shown["packing"] if each["window"] is None)
-    assert anew["packs"] == pytest.approx(facts.packs, abs=1)
+@pytest.mark.parametrize("oversize", ["drop", "split"])
+def test_a_plan_of_three_epochs_tells_the_samples_drops_and_steps_that_a_run_of_it_has(dataset, tmp_path, oversize):
+    """The run is the oracle, and of drops the sentence with which the planner refuses them."""
+    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "packing.seq_length=600", "plan.epochs=3"]
+    sets += [f"packing.oversize={oversize}", "data.repeat=false", "data.workers=0", "training.global_batch_size=4"]
+    run = load_config(None, [*sets, "packing.drop_budget=1.0"])
+    plan, index = tmp_path / "plan.parquet", tmp_path / "index"
+    measure.measure(measure.MeasureConfig(paths=(dataset,), out=index, workers=0), run)
+    make_plan([index], run, plan, remeasure=SampleRemeasurer(None, [index], run=run))
+    packs = list(open_loader(load_config(None, [*sets, f"data.path={plan}"])))
+    lengths = [length for pack in packs for length in pack.batch.sample_lengths]
+    keys = [key for pack in packs for key in pack.keys]
+    trained = {source_key(key) for key in keys}
+    _, *drops = map(json.loads, plan.with_name("plan.drops.jsonl").read_text().splitlines())
+    lost = {source_key(drop["dropped"]) for drop in drops}
+    assert any("#" in key for key in keys) == (oversize == "split")
+
+    shown = result(plan)
+    assert (shown["samples"], len(trained | lost)) == (40, 40)
+    assert [each["samples"] for each in shown["datasets"]] == [len(trained)]
+    tokens = shown["quantities"]["tokens"]
+    assert (tokens["samples"], 3 * tokens["sum"]) == (len(trained), sum(lengths))
+    assert sum(each["samples"] for each in shown["drops"]) == len(lost)
+    assert all("of the 40 samples planned" in each for each in shown["warnings"])
+    own = shown["plan"]
+    assert (own["rows"], own["packs"], own["steps"]) == (len(keys), len(packs), len(packs) // 4)
+    assert own["fill"] == pytest.approx(sum(lengths) / (600 * len(packs)), abs=1e-6)
+    assert own["fill"] + own["alignment"] + own["tail"] == pytest.approx(1)
+    assert (own["dropped"], own["read"]) == (len(lost), 40)
+    strict = load_config(None, [*sets, "packing.drop_budget=0"])
+    with pytest.raises(UserError, match=f"^{len(lost)} of 40 samples would be dropped"):
+        make_plan([index], strict, plan, force=True, remeasure=SampleRemeasurer(None, [index], run=strict))
+    assert (shown["packing"], shown["recommendation"]["settings"]) == ([], {}), "from what survived, none"
+    assert "on its index" in result_of_mistake(plan, "--seq-length", 1024)
+
+
+def test_drops_of_each_modality_are_those_of_its_rows(tmp_path):
+    bad = [row(0, images=2, reason="bad"), row(0, frames=3, reason="bad"), row(0, turns=0, reason="unread")]
+    rows = [*[row(90)] * 5, *[row(90, images=1)] * 3, *bad, row(0, reason="bad"), row(0, images=1, reason="bad")]
+    found = statistics(samples_of_index(Index.open(made_index(tmp_path / "index", {"a": [rows]})), "index"))
+    groups = {each["name"]: (each["samples"], each["dropped"]) for each in found["modalities"]}
+    assert groups == {"text": (5, 1), "image": (3, 2), "video": (0, 1), "unknown": (0, 1)}
 
 
 def drawn(rows, measured, seed):

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,12 +102,12 @@ def _statistics(given: SimpleNamespace) -> None:
 
     run = load_config(given.config_path, given.overrides)
     stages = dict.fromkeys(("sample", "measure"), "measuring")
-    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
-        samples = _samples(given, run, shown)
-    report = stats_report(
-        samples, run, seq_lengths=given.seq_length, multiples=given.multiple, windows=given.window, seed=given.seed
-    )
-    if given.data_parallel is not None:
+    with ExitStack() as stack:
+        with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
+            samples = _samples(given, run, shown, stack)
+        choices = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
+        report = stats_report(samples, run, **choices, ranks=given.data_parallel or 1, seed=given.seed)
+    if given.data_parallel is not None and samples.kind == "data set":
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
         write_whole(given.html, stats_page(report))
@@ -118,7 +120,7 @@ def _statistics(given: SimpleNamespace) -> None:
     answer(report, given.as_json, show, ensure_ascii=False, indent=1)
 
 
-def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> Any:
+def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack: ExitStack) -> Any:
     from energon_packing.offline.data_paths import is_packed, is_plan
     from energon_packing.offline.index import INDEX_FILE, Index
     from energon_packing.offline.plan import Plan
@@ -130,8 +132,8 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     refuse(
         (is_packed(path), f"{path} holds packs; give the plan that it was packed from, or its data set."),
         (
-            is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"},
-            f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.",
+            is_measured and given.asked & {"full", "workers", "split", "samples"},
+            f"--full, --workers, --split and --samples are for data sets; {path} is measured already.",
         ),
         (
             is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed"},
@@ -157,11 +159,11 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
-    with dry_workspace() as directory:  # goes after SIGTERM, too
-        config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
-        index = measure(config, run, shown).index
-        assert index is not None  # this command measures all shards itself
-        return samples_of_index(index, str(path))
+    directory = stack.enter_context(dry_workspace())  # goes after SIGTERM, too
+    config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
+    index = measure(config, run, shown).index
+    assert index is not None  # this command measures all shards itself
+    return replace(samples_of_index(index, str(path)), kind="data set")
 
 
 def print_stats(console: Console, report: Mapping[str, Any]) -> None:
@@ -172,22 +174,27 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         drop_cells,
         group_cells,
         number,
+        own_sentence,
         packing_cells,
         plan_sentences,
         share,
         source_sentence,
+        with_error,
     )
 
     say(f"{report['path']}: {source_sentence(report)}", wrap=True)
     quantities = {name: found for name, found in report["quantities"].items() if found["samples"]}
-    forms = {"trained_share": share}
     rows: list[Sequence[Any]] = [
         (
             QUANTITIES[name][0],
-            *(forms.get(name, number)(found[key]) for key in ("mean", "p50", "p95", "p99", "largest")),
-            "" if name in forms else number(found["sum"], found["sum_error"]),
+            *(
+                "" if None in (found[key], found.get(f"{key}_error", 0)) else with_error(found, key, form)
+                for key in ("mean", "p50", "p95", "p99", "largest")
+            ),
+            "" if form is share else number(found["sum"], found["sum_error"]),
         )
         for name, found in quantities.items()
+        for form in [share if name == "trained_share" else number]
     ]
     console.print(table(rows, left=("",), right=("mean", "median", "95 %", "99 %", "largest", "in all")))
     for name in [name for name in ("tokens", "trained_share") if name in quantities]:  # --html draws all
@@ -215,8 +222,10 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
     if report["plan"]:
         say(*plan_sentences(report["plan"]), *report["recommendation"]["reasons"], wrap=True)
         return
-    names = ("mult.", "window", "fill", "align", "tail", "lost", "packs", "steps")
-    console.print(table(map(packing_cells, report["packing"]), left=("row",), right=names, fold=False))
+    names = ("mult.", "window", "fill", "lost", "packs", "steps")
+    say(own_sentence(report), wrap=True)
+    rows = [packing_cells(row)[:7] for row in report["packing"]]
+    console.print(table(rows, left=("row",), right=names, fold=False))
     say("Recommended", style="bold")
     say(*(f"  {name}={value}" for name, value in report["recommendation"]["settings"].items()), style="green")
     grid = Table.grid(padding=(0, 1))

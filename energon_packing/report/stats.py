@@ -2,6 +2,7 @@
 set, and what the readers of a run would have."""
 
 import dataclasses
+import itertools
 import math
 import os.path
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,20 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.config import RunConfig
+from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.drops import unwished
+from energon_packing.errors import UserError
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
-from energon_packing.offline.samples import Sizes, costs, holds
+from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import Order, simulate_steps
-from energon_packing.packing.constraints import PackLimits
+from energon_packing.packing.constraints import PackLimits, Size
+from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
-from energon_packing.report.stats_samples import StatsSamples
+from energon_packing.report.stats_samples import StatsSamples, mix_of
+from energon_packing.sample_kind import kind_of_config
 from energon_packing.thd.alignment import check_multiple
 
 Z = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
+FEW = 30
+"""Counts below it say little about how many more there are."""
 SHARE_BINS = 10
 QUANTITIES: Mapping[str, tuple[str, str]] = {
     "tokens": ("Tokens", "tokens per sample"),
@@ -35,22 +41,25 @@ QUANTITIES: Mapping[str, tuple[str, str]] = {
     "patches": ("Patches", "rows of vision input per sample"),
 }
 """What is counted in a sample: its title and its unit."""
-SIMULATED = 40_000
-"""Samples that pass through a window at most; they are drawn at random from all."""
+STREAM = 4000
+"""Samples of a simulated stream at most."""
+REPLICATES = 24
+STUDENT = 2.069
+"""Half the width of a 95 % interval of so many replicates, in their standard deviations."""
+SHOWN = 1e-4
+"""The last digit that is shown of a share."""
 PLANNED = 1_000_000
 """Samples that are packed at once at most, as a plan does, which takes a microsecond or less for each."""
+LONGEST_ROW = 1 << 20
 NEGLIGIBLE_FILL = 0.002
 """A window that fills rows by no more than this less than the best is good enough."""
 NEGLIGIBLE_LOSS = 0.005
-"""Share of tokens in samples longer than a row that a recommended ``seq_length`` may lose."""
+"""Share of tokens that recommended rows may lose."""
 PADDED = 4
 """Samples of a padded micro-batch, with which packed rows are compared."""
 HELPS = 1.05
 """Packing helps where its rows are that many times as full."""
-RANKS = 8
-"""Data-parallel ranks for which sorting by cost is judged."""
 BALANCE_WINDOW = 64
-SEQ_LENGTHS = (4096, 8192, 16384, 32768)
 WINDOWS = (64, 256, 1024)
 
 
@@ -61,23 +70,29 @@ def stats_report(
     seq_lengths: Sequence[int] = (),
     multiples: Sequence[int] = (),
     windows: Sequence[int] = (),
+    ranks: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Statistics, packings side by side, and a recommendation. What is compared is by default `SEQ_LENGTHS`, the run's
-    alignment and `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
-    choices = {"seq_lengths": seq_lengths or SEQ_LENGTHS, "windows": windows or WINDOWS}
-    choices["multiples"] = multiples or (run.parallel.multiple,)
+    """Statistics, packings side by side, and a recommendation. The first packing is the run's own; compared with it are
+    by default `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
     if samples.planned is not None:  # what it dropped has no lengths there, so that no other settings can be judged
         why = "What a plan drops is not in it; `energon-packing stats INDEX` compares settings."
         none = {"packing": [], "recommendation": {"settings": {}, "reasons": [why]}}
         return {**statistics(samples), "plan": planned_packing(samples.planned, run), **none}
-    compared = list(packings(samples, run, **{name: sorted(set(each)) for name, each in choices.items()}, seed=seed))
+    choices: dict[str, Any] = {"seq_lengths": seq_lengths, "multiples": multiples, "windows": windows or WINDOWS}
+    compared = list(packings(samples, run, **choices, ranks=ranks, seed=seed))
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
+        "run": {
+            "oversize": run.packing.oversize,
+            "ranks": ranks,
+            "workers": run.data.workers,
+            "weights": samples.mix is not None,
+        },
         "plan": None,
-        "packing": compared,
-        "recommendation": recommendation(samples, run, compared),
+        "packing": [{name: value for name, value in row.items() if name != "fills"} for row in compared],
+        "recommendation": recommendation(samples, run, compared, ranks),
     }
 
 
@@ -122,6 +137,25 @@ def mean_error(samples: StatsSamples, array: np.ndarray) -> float:
     return Z * float(array.std(ddof=1)) * math.sqrt((1 - samples.measured / samples.total) / array.size)
 
 
+def ratio(samples: StatsSamples, part: np.ndarray, of: np.ndarray, *, most: float | None = None) -> tuple[float, float]:
+    """The sum of `part` ``[N]`` divided by that of `of`, and half the width of its 95 % interval. Where `part` is a
+    share of `of`, `most` is the most that a sample has of either if none was measured that has any."""
+    total = max(float(of.sum()), 1e-9)
+    value, n = float(part.sum()) / total, samples.measured
+    error = Z * math.sqrt(float(np.square(part - value * of).sum()) * n / max(n - 1, 1)) / total
+    if most is not None:
+        seldom = min((part, of - part), key=np.count_nonzero)
+        if (count := int(np.count_nonzero(seldom))) < FEW:
+            size = float(seldom.sum()) / count if count else most
+            error = max(error, _more(count) * size / total)
+    return value, error * math.sqrt(1 - n / samples.total)
+
+
+def _more(count: float) -> float:
+    """How many more than were counted Wilson's 95 % interval has at most; none counted bounds them by 3."""
+    return Z * Z / 2 + Z * math.sqrt(count + Z * Z / 4) if count else 3.0
+
+
 def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
     if array.size == 0:
         return {"samples": 0, "histogram": []}
@@ -132,14 +166,28 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
         "samples": int(array.size),
         "mean": float(array.mean()),
         "mean_error": mean_error(samples, array),
-        "deviation": float(array.std()),
-        "smallest": float(array.min()),
         **{f"p{mark}": float(value) for mark, value in zip(marks, np.percentile(array, marks), strict=True)},
-        "largest": float(array.max()),
+        **{f"p{mark}_error": _mark_error(samples, array, mark) for mark in marks},
+        # Nobody knows the smallest and the largest of those that were not measured.
+        "smallest": float(array.min()) if samples.whole else None,
+        "largest": float(array.max()) if samples.whole else None,
         "sum": float(array.sum()) * (samples.total / samples.measured),
         "sum_error": mean_error(samples, all_of_them) * samples.total,
         "histogram": _histogram(samples, array),
     }
+
+
+def _mark_error(samples: StatsSamples, array: np.ndarray, mark: int) -> float | None:
+    """How far the further end of the 95 % interval of a percentile is, from the order of the samples; None if it is
+    beyond those measured."""
+    if samples.whole:
+        return 0.0
+    half = Z * math.sqrt(mark / 100 * (1 - mark / 100) / array.size * (1 - samples.measured / samples.total))
+    low, high = mark / 100 - half - 1 / array.size, mark / 100 + half + 1 / array.size
+    if low < 0 or high > 1:
+        return None
+    value, ends = np.percentile(array, mark), np.percentile(array, [100 * low, 100 * high])
+    return float(np.abs(ends - value).max())
 
 
 def _histogram(samples: StatsSamples, array: np.ndarray) -> list[dict[str, Any]]:
@@ -160,11 +208,12 @@ def _histogram(samples: StatsSamples, array: np.ndarray) -> list[dict[str, Any]]
 
 
 def _counted(samples: StatsSamples, count: int) -> dict[str, Any]:
-    """A share of all samples, with half the width of its 95 % interval (Wilson's, for a finite population)."""
+    """A share of all samples, and how far the further end of its 95 % interval is (Wilson's, for a finite
+    population)."""
     share, error = count / samples.measured, 0.0
     if not samples.whole:
         n = samples.measured * (samples.total - 1) / max(samples.total - samples.measured, 1)
-        error = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+        error = (share + _more(share * n * (1 - share)) / n) / (1 + Z * Z / n) - share if count else 3 / n
     return {"samples": count, "share": share, "error": error}
 
 
@@ -181,51 +230,102 @@ def _modalities(samples: StatsSamples) -> list[dict[str, Any]]:
 
 
 def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping[str, int]) -> dict[str, Any]:
-    own, count = int(samples.tokens[members].sum()), int(members.sum())
+    own, count, tokens = samples.tokens * members, int(members.sum()), samples.tokens
+    absent, most = np.zeros(samples.measured - tokens.size), int(tokens.max(initial=1))
     group: dict[str, Any] = {
         "name": name,
         **_counted(samples, count),
         "samples": round(count * samples.total / samples.measured),
-        "tokens": round(own * samples.total / samples.measured),
-        "token_share": own / max(int(samples.tokens.sum()), 1),
-        "mean_tokens": own / max(count, 1),
+        "tokens": round(int(own.sum()) * samples.total / samples.measured),
+        "tokens_error": mean_error(samples, np.concatenate([own, absent])) * samples.total,
     }
+    figures = {"token_share": (own, tokens, most), "mean_tokens": (own, members, None)}
     if "targets" in samples.columns:
-        group["trained_share"] = int(samples.columns["targets"][members].sum()) / max(own, 1)
+        figures["trained_share"] = (samples.columns["targets"] * members, own, most)
+    for figure, (part, of, largest) in figures.items():
+        group[figure], group[f"{figure}_error"] = ratio(samples, part, of, most=largest)
     group["dropped"] = round(sum(drops.values()) * samples.total / samples.measured)
     return group
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Rows:
+    """What rows of a run hold: `limits` of a row, the samples that fit one and the pieces of others (`kept`), which of
+    the N samples are `too_long` and which are `over` another limit, tokens of each that no row has (`lost`), and how
+    many samples and pieces are dropped (`drops`)."""
+
+    run: RunConfig
+    limits: PackLimits
+    kept: Samples
+    too_long: np.ndarray
+    over: np.ndarray
+    lost: np.ndarray
+    drops: int
+
+
+def _rows_of(samples: StatsSamples, run: RunConfig) -> _Rows:
+    """Raises `ConfigError`, `UserError`: no row has this length, or samples have to be cut and cannot."""
+    row, sizes, kind = run.packing.seq_length, _sizes(samples), kind_of_config(run)
+    check_multiple("seq_length", row, run.parallel.multiple)
+    limits = row_limits(run.packing, row, run.parallel.multiple, samples.family)
+    if run.packing.dummy_image:
+        limits = kind.task_encoder(run).limits
+    fits = holds(limits, sizes)
+    whole = np.flatnonzero(fits)
+    kept = Samples(source=whole, piece=np.full(whole.size, -1, dtype=np.int16), sizes=sizes.take(whole))
+    over, drops = np.flatnonzero(~fits), int((~fits).sum())
+    if over.size and kind.changes_samples(run) and sizes.text_tokens is None and samples.remeasure is not None:
+        if not run.encoder.processor:
+            raise UserError(
+                f"packing.oversize={run.packing.oversize} or encoder.limits changes {over.size} samples, which needs a "
+                "processor; give --config, or --set encoder.processor=path/or/name."
+            )
+        found = zip(over.tolist(), samples.remeasure(run, over), strict=True)
+        made = [(at, number, size) for at, each in found for number, size in each.items()]
+        good = [(at, number, size) for at, number, size in made if isinstance(size, Size) and limits.holds(size)]
+        kept, drops = joined(kept, good), len(made) - len(good)
+    held = np.bincount(kept.source, kept.sizes.tokens, len(sizes))
+    too_long = np.asarray(limits.too_long(sizes))
+    lost = np.maximum(samples.tokens - held, 0)
+    return _Rows(run=run, limits=limits, kept=kept, too_long=too_long, over=~fits & ~too_long, lost=lost, drops=drops)
 
 
 def packings(
     samples: StatsSamples,
     run: RunConfig,
     *,
-    seq_lengths: Sequence[int],
-    multiples: Sequence[int],
-    windows: Sequence[int],
+    seq_lengths: Sequence[int] = (),
+    multiples: Sequence[int] = (),
+    windows: Sequence[int] = (),
+    ranks: int = 1,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Packs the samples under every combination of settings.
+    """Packs the samples as the run does, and under every combination of other settings.
 
     Args:
-        windows: samples held online; a whole-list plan is added to each combination.
+        windows: samples held online, besides the run's; a whole-list plan is added to each combination.
+        ranks: that share the data; each has ``data.workers`` readers.
 
     Yields:
-        Settings; ``oversize`` (samples that fit no row) and ``lost`` (their share of tokens); ``fill``, ``alignment``
-        and ``tail`` (shares of all tokens of all rows); ``packs`` and ``steps`` per epoch; ``error``: half the width of
-        the 95 % interval of ``fill``, ``packs_error``: of ``packs``.
+        Settings; ``too_long`` and ``over_limit``, samples that fit no row as they are; ``lost``, the share of tokens
+        that no row has; ``fill``, ``alignment`` and ``tail``, shares of all tokens of all rows in a run that repeats
+        its data; ``packs`` and ``steps`` of an epoch of it; ``end_packs``, how many more there are where an epoch ends
+        and all readers pack what they hold, and ``end_fill``, the fill of such an epoch (the run's own row only). Each
+        has an error, such as ``fill_error``: half the width of its 95 % interval. ``fills``: of each replicate.
 
     Raises:
         ConfigError: a ``seq_length`` is not a multiple of the alignment.
     """
-    sizes = _sizes(samples)
-    for seq_length in seq_lengths:
-        for multiple in multiples:
-            check_multiple("seq_length", seq_length, multiple)
-            limits = row_limits(run.packing, seq_length, multiple, samples.family)
-            fits = holds(limits, sizes)
-            for window in (*windows, None):
-                yield _packed(samples, sizes, fits, limits, window, run.training.global_batch_size, seed)
+    own = run.packing.seq_length, run.parallel.multiple
+    for row, multiple in dict.fromkeys([own, *itertools.product(seq_lengths or own[:1], multiples or own[1:])]):
+        # Sequence parallelism alone needs every multiple.
+        parallel = ParallelConfig(tensor_parallel=multiple, sequence_parallel=True)
+        parallel = run.parallel if multiple == own[1] else parallel
+        packing = dataclasses.replace(run.packing, seq_length=row)
+        rows = _rows_of(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
+        for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), None):
+            is_own = (row, multiple, window) == (*own, run.packing.window)
+            yield _packed(samples, rows, window, ranks if is_own else 0, seed)
 
 
 def planned_packing(planned: Mapping[str, float], run: RunConfig) -> dict[str, Any]:
@@ -242,77 +342,108 @@ def _shares(tokens: float, aligned: float, room: float) -> dict[str, float]:
     return {"fill": tokens / room, "alignment": (aligned - tokens) / room, "tail": 1 - aligned / room}
 
 
-def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings that suit the samples, each with its reason, from the rows of `packings`.
+def recommendation(
+    samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]], ranks: int = 1
+) -> dict[str, Any]:
+    """Settings that suit the samples better than those of the run, each with its reason, from the rows of `packings`,
+    of which the first is the run's own.
 
-    Rows are compared by the share of their tokens that are real and by the tokens that would be lost; how much memory
-    a row needs is not known here.
+    Rows are compared by the share of their tokens that are real and by the tokens that no row has; how much memory a
+    row needs is not known here. What is within its error is no reason.
     """
-    rows = [row for row in found if row["window"] is not None and row["fill"] > 0]
+    rows = [row for row in found if row["window"] == run.packing.window and row["fill"] > 0]
     if not rows:
         return {"settings": {}, "reasons": ["No sample fits a row of any of these lengths; raise --seq-length."]}
-    best = _best_length(rows)
+    own, best = found[0], _best_length(rows)
     same = [row for row in found if (row["seq_length"], row["multiple"]) == (best["seq_length"], best["multiple"])]
-    windows = sorted((row for row in same if row["window"] is not None), key=lambda row: row["window"])
-    top = max(row["fill"] for row in windows)
-    chosen = next(row for row in windows if row["fill"] >= top - NEGLIGIBLE_FILL)
-    planned = max((row["fill"] for row in same if row["window"] is None), default=0.0)
-    even, ordered = (chosen.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
+    online = sorted((row for row in same if row["window"] is not None), key=lambda row: row["window"])
+    top = max(row["fill"] for row in online)
+    chosen = best
+    if top > best["fill"] + NEGLIGIBLE_FILL:
+        good = (row for row in online if row["fill"] >= top - NEGLIGIBLE_FILL and _is_fuller(row, best))
+        chosen = next(good, best)
+    plan = next(row for row in same if row["window"] is None)
+    even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
+    oversize, row = run.packing.oversize, best["seq_length"]
     clips = "text_tokens" in samples.columns  # nothing splits one
-    splits = best["lost"] > NEGLIGIBLE_LOSS and not clips
-    oversize = "split" if splits else run.packing.oversize
+    loses = best["lost"] > NEGLIGIBLE_LOSS and not clips
+    parted, longer = best["lost"], row
+    if loses and oversize != "split" and samples.remeasure is not None and run.encoder.processor:
+        packing = dataclasses.replace(run.packing, oversize="split", seq_length=row)
+        parted = float(_rows_of(samples, dataclasses.replace(run, packing=packing)).lost.sum() / samples.tokens.sum())
+    while loses and longer < LONGEST_ROW and _dropped_share(samples, run, longer) > NEGLIGIBLE_LOSS:
+        longer *= 2
+    splits = parted < best["lost"] / 2
     drops, read = unwished(samples.dropped, samples.measured)
-    too_long = 0 if oversize in ("split", "truncate") else best["oversize"] * samples.measured / samples.total
-    dropped = (drops.total() + too_long) / max(read, 1)
-    balances = ordered > even + 0.02
-    fitting = samples.tokens[samples.tokens <= best["seq_length"]]
-    drawn = np.resize(np.random.default_rng(0).permutation(fitting), (-(-fitting.size // PADDED), PADDED))
-    padded = float(drawn.sum() / (PADDED * drawn.max(axis=1).sum()))
-    helps = "helps" if chosen["fill"] >= HELPS * padded else "hardly helps"
+    dropped = (drops.total() + own["dropped"]) / max(read, 1)
+    balances = ordered > even + 0.02 and run.packing.balance_window == 1
+    helps = "helps" if chosen["fill"] >= HELPS * chosen["padded"] else "hardly helps"
     settings = {
-        "packing.seq_length": best["seq_length"],
-        "packing.window": chosen["window"],
-        **({"packing.oversize": "split"} if splits else {}),
-        **({"packing.balance_window": BALANCE_WINDOW} if balances else {}),
+        "packing.seq_length": row if row != own["seq_length"] else None,
+        "packing.window": chosen["window"] if chosen["window"] != run.packing.window else None,
+        "packing.oversize": "split" if splits else None,
+        "packing.balance_window": BALANCE_WINDOW if balances else None,
     }
     reasons = {
-        f"Packing {helps}: packed rows are {chosen['fill']:.1%} full, micro-batches of {PADDED} samples padded to the "
-        f"longest {padded:.1%}, and rows of one sample {chosen['fill'] / chosen['samples_per_pack']:.1%}.": True,
-        f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of the "
-        "tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured "
-        "here.": True,
-        f"packing.window={chosen['window']}: the largest window compared ({windows[-1]['window']}) fills rows to "
-        f"{windows[-1]['fill']:.2%}; a smaller one delays samples less.": True,
-        f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. Splitting "
-        "keeps them.": splits,
-        "Fill, packs and steps are those without samples that are longer than a row; with packing.oversize="
-        f"{oversize} a run has them too, and so more packs and steps.": (
-            best["oversize"] and oversize != "drop" and not clips
+        f"Packing {helps}: packed rows are {_percent(chosen, 'fill')} full, micro-batches of {PADDED} samples padded "
+        f"to the longest {_percent(chosen, 'padded')}, and rows of one sample {_percent(chosen, 'alone')}.": True,
+        f"packing.seq_length={row}: rows are {_percent(best, 'fill')} full, and {_percent(best, 'lost')} of the tokens "
+        "are in none. Longer rows need more memory, which is not measured here.": row != own["seq_length"],
+        f"packing.window={chosen['window']}: rows are {_percent(chosen, 'fill')} full, and with {best['window']} "
+        f"{_percent(best, 'fill')}.": chosen is not best,
+        f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
+        f"{parted:.2%}.": splits,
+        f"{_percent(best, 'lost')} of the tokens are in no row; "
+        + (f"rows of {longer} tokens hold their samples whole." if longer > row else "limits leave them out."): loses,
+        "packing.oversize=raise: the run stops at the first sample that fits no row.": (
+            oversize == "raise" and own["dropped"] > 0
         ),
         f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget={run.packing.drop_budget:g} "
         "allows: the run would stop. Correct the data or raise the budget.": dropped > run.packing.drop_budget,
-        f"A plan (`energon-packing plan`) fills rows to {planned:.2%}, since it sees all samples at once.": (
-            planned > top + 2 * NEGLIGIBLE_FILL
+        f"A plan (`energon-packing plan`) fills rows to {_percent(plan, 'fill')}, since it sees all samples at once.": (
+            plan["fill"] > chosen["fill"] + 2 * NEGLIGIBLE_FILL and _is_fuller(plan, chosen)
         ),
         f"packing.max_patches_per_pack={MOST_PATCHES.get(samples.family)} holds where none is set: the vision encoder "
         "masks all patches of a pack against each other.": (
             samples.family in MOST_PATCHES and run.packing.max_patches_per_pack is None
         ),
-        f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for {even:.1%} "
+        f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {ranks} ranks would compute for {even:.1%} "
         f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
     }
-    return {"settings": settings, "reasons": [reason for reason, holds in reasons.items() if holds]}
+    return {
+        "settings": {name: value for name, value in settings.items() if value is not None},
+        "reasons": [reason for reason, holds in reasons.items() if holds],
+    }
+
+
+def _percent(row: Mapping[str, Any], name: str) -> str:
+    error = row[f"{name}_error"]
+    return f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
+
+
+def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Beyond chance. Replicates pack the same samples, so that what they have in common does not count."""
+    if len(row["fills"]) != len(other["fills"]):
+        return bool(row["fill"] - other["fill"] > math.hypot(row["fill_error"], other["fill_error"]))
+    more = np.subtract(row["fills"], other["fills"])
+    return bool(more.mean() > STUDENT * more.std(ddof=more.size > 1) / math.sqrt(more.size))
+
+
+def _dropped_share(samples: StatsSamples, run: RunConfig, row: int) -> float:
+    limits = row_limits(run.packing, row, run.parallel.multiple, samples.family)
+    return float(samples.tokens[limits.too_long(_sizes(samples))].sum() / samples.tokens.sum())
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The shortest rows that lose hardly any tokens and fill as well as others; else those that waste least."""
-    rows = [row for row in rows if row["multiple"] == min(each["multiple"] for each in rows)]
+    """The run's own rows, or the shortest that lose hardly any tokens where its own do not, or are fuller than these;
+    else those that waste least."""
+    rows = [row for row in rows if row["multiple"] == rows[0]["multiple"]]
     good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
     if not good:
         return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
     top = max(row["fill"] for row in good)
-    full = (row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL)
-    return min(full, key=lambda row: (row["seq_length"], -row["fill"]))
+    full = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
+    return rows[0] if rows[0] in full else min(full, key=lambda row: row["seq_length"])
 
 
 def _sizes(samples: StatsSamples) -> Sizes:
@@ -321,66 +452,149 @@ def _sizes(samples: StatsSamples) -> Sizes:
     return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
 
 
-def _packed(
-    samples: StatsSamples, sizes: Sizes, fits: np.ndarray, limits: PackLimits, window: int | None, batch: int, seed: int
-) -> dict[str, Any]:
-    scale, tokens = samples.total / samples.measured, sizes.tokens
+def _packed(samples: StatsSamples, rows: _Rows, window: int | None, ranks: int, seed: int) -> dict[str, Any]:
+    run, limits, kept = rows.run, rows.limits, rows.kept
+    scale = samples.total / samples.measured
+    lost, lost_error = ratio(samples, rows.lost, samples.tokens, most=2 * limits.tokens)
     found: dict[str, Any] = {
-        "seq_length": limits.tokens,
+        "seq_length": run.packing.seq_length,
         "multiple": limits.multiple,
         "window": window,
-        "oversize": round(int((~fits).sum()) * scale),
-        "lost": float(tokens[~fits].sum() / max(int(tokens.sum()), 1)),
+        "lost": lost,
+        "lost_error": lost_error,
+        "dropped": rows.drops,
     }
-    if not fits.any():
-        zeros = ("fill", "alignment", "tail", "error", "packs", "packs_error", "steps", "samples_per_pack")
-        return found | dict.fromkeys(zeros, 0)
-    random = np.random.default_rng(seed)
-    kept = np.flatnonzero(fits)
-    most = PLANNED if window is None else SIMULATED
-    whole = samples.whole and kept.size <= most
-    # Shuffled, as the loader does. A small random part stands for all of the data: it is drawn from again and again.
-    count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
-    drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
-    part = sizes.take(drawn)
-    units: Any = limits.length_units(part)
-    groups = pack_lengths_flat(
-        units,
-        limits.units,
-        "best_fit" if window is None else "window",
-        constraints={name: (cost, limits.limited[name]) for name, cost in costs(limits, part).items()},
-        window=window or SIMULATED,
-    )
-    offsets = groups.offsets
-    packs = offsets.size - 1
-    if not whole and window is not None:  # the last packs of a stream are emptier than those of a long one
-        packs = max(1, int(np.searchsorted(offsets[:-1], count - window, side="right")))
-    order = groups.order[: int(offsets[packs])]
-    of_pack = np.repeat(np.arange(packs), np.diff(offsets[: packs + 1]))
-    real, cost = (np.bincount(of_pack, each[order].astype(np.float64), packs) for each in (part.tokens, part.cost))
-    aligned = int(units[order].sum()) * limits.multiple
-    shares = _shares(int(part.tokens[order].sum()), aligned, packs * limits.tokens)
-    # As many rows as the tokens of all samples need at this fill.
-    rows = float(tokens[kept].sum()) * scale / (shares["fill"] * limits.tokens)
-    all_tokens = np.concatenate([tokens[kept], np.zeros(samples.measured - kept.size)])
-    relative = 0.0 if samples.whole else mean_error(samples, all_tokens) / max(float(all_tokens.mean()), 1e-9)
-    error = 0.0 if whole else Z * float(real.std() / limits.tokens) / math.sqrt(packs)
-    made = packs if whole else round(rows)
-    found |= {
-        **shares,
-        "error": error,
-        "packs": made,
-        "packs_error": round(rows * math.hypot(relative, error / shares["fill"])),
-        "steps": made // batch,
-        "samples_per_pack": order.size / packs,
-        "cost_spread": float(cost.std() / cost.mean()),
-    }
-    if window is not None and packs >= 4 * RANKS:
+    for name, which in (("too_long", rows.too_long), ("over_limit", rows.over)):
+        counted = _counted(samples, int(which.sum()))
+        found |= {name: round(counted["samples"] * scale), f"{name}_error": counted["error"] * samples.total}
+    names = ("fill", "alignment", "tail", "packs", "samples_per_pack", "padded", "alone")
+    if not len(kept):
+        return found | dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps"), 0) | {"fills": []}
+    dealt = _Dealt(samples, rows)
+    whole = samples.whole and dealt.alike and (samples.measured <= STREAM or (window is None and len(kept) <= PLANNED))
+    every = whole and window is None
+    made = [dealt.replicate(window, whole, [seed, number]) for number in range(1 if every else REPLICATES)]
+    figures = np.array([each for each, _ in made])
+    figures[:, 3] *= dealt.epoch
+    # Of the last row of a plan, half is left, and nobody knows which half.
+    last = 0.0 if window is not None or every else 0.5 / max(float(figures[:, 3].mean()), 1.0)
+    figures[:, 2] += last * figures[:, 0]
+    figures[:, 0] *= 1 - last
+    if samples.whole:  # how many tokens there are is known
+        figures[:, 3] = dealt.tokens / (figures[:, 0] * run.packing.seq_length)
+    # A replicate has as many samples as were measured, or as a stream has.
+    part = min(1.0, dealt.drawn / samples.measured) * (1 - samples.measured / samples.total)
+    spread = STUDENT * figures.std(axis=0, ddof=len(made) > 1) * math.sqrt(part + 1 / len(made)) * (not every)
+    spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN) + last
+    for name, value, error in zip(names, figures.mean(axis=0).tolist(), spread.tolist(), strict=True):
+        found |= {name: value, f"{name}_error": error}
+    found |= {"packs": round(found["packs"]), "fills": figures[:, 0].tolist()}
+    cost = np.concatenate([cost for _, cost in made])
+    for name in ("", "_error"):
+        found[f"steps{name}"] = found[f"packs{name}"] / run.training.global_batch_size
+    if ranks:
+        room, readers = found["fill"] * run.packing.seq_length, ranks * max(run.data.workers, 1)
+        more = [dealt.at_the_end(run.packing.window, readers, room, [seed, number]) for number in range(REPLICATES)]
+        packs, error = readers * float(np.mean(more)), STUDENT * float(np.std(more)) * math.sqrt(readers)
+        filled = found["fill"] * found["packs"] / (found["packs"] + packs)
+        found |= {"end_packs": round(packs), "end_packs_error": error, "end_fill": filled}
+    if ranks > 1:
         for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
             in_turn: Order = "none" if size == 1 else "serpentine"
-            steps = simulate_steps(cost, ranks=RANKS, window=size, order=in_turn, seed=seed)
+            steps = simulate_steps(cost, ranks=ranks, window=size, order=in_turn, seed=seed)
             found[name] = round(steps.efficiency, 4)
     return found
+
+
+class _Dealt:
+    """Streams of the samples of `rows` as a run reads them: in random order, by the weights of their data sets."""
+
+    def __init__(self, samples: StatsSamples, rows: _Rows) -> None:
+        self.rows, self.tokens_of, measured = rows, rows.kept.sizes.tokens, samples.measured
+        self.pieces = np.bincount(rows.kept.source, minlength=measured)  # dropped samples are last, and have none
+        self.starts = np.cumsum(self.pieces) - self.pieces
+        drops = [np.full(sum(each.values()), number) for number, each in enumerate(samples.drops)]
+        dataset = np.concatenate([samples.dataset, *drops]).astype(np.int64)
+        mix = np.full(1, float(samples.total)) if samples.mix is None else samples.mix
+        of = dataset if samples.mix is not None else np.zeros_like(dataset)
+        self.share = (mix / np.maximum(np.bincount(of, minlength=mix.size), 1))[of]
+        self.epoch = float(mix.sum())
+        self.alike = bool(np.ptp(self.share) < 1e-9 * self.share.max())
+        self.tokens = float(np.bincount(rows.kept.source, self.tokens_of, measured) @ self.share)
+        self.drawn = max(1, min(measured, int(STREAM * measured / max(rows.kept.source.size, measured))))
+        self.share /= self.share.sum()
+
+    def _stream(self, random: np.random.Generator, drawn: np.ndarray, least: int) -> np.ndarray:
+        """Numbers of pieces of the samples `drawn`, in random order, `least` or more; those of one are neighbours."""
+        often = -(-least // max(int(self.pieces[drawn].sum()), 1))
+        numbers = np.concatenate([random.permutation(drawn) for _ in range(often)])
+        count = self.pieces[numbers]
+        return np.repeat(self.starts[numbers] - np.cumsum(count) + count, count) + np.arange(count.sum())
+
+    def replicate(self, window: int | None, whole: bool, seed: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        """Fill, alignment, tail, packs per sample, samples per pack, and the fill of padded micro-batches and of rows
+        of one sample; and the cost of each pack. The first and the last packs of a stream do not count."""
+        random, row, limits = np.random.default_rng(seed), self.rows.run.packing.seq_length, self.rows.limits
+        drawn = np.arange(self.share.size) if whole else random.choice(self.share.size, self.drawn, p=self.share)
+        if not self.pieces[drawn].any():  # of very few
+            drawn = np.arange(self.share.size)
+        tokens = self.tokens_of[self._stream(random, drawn, 1)]
+        stream = self._stream(random, drawn, max(tokens.size, STREAM // 4) + 2 * window if window else 1)
+        sizes = self.rows.kept.sizes.take(stream)
+        packs = [*self._packs(sizes, window, steady=True)]
+        if window is not None:
+            ends = np.cumsum([len(pack) for pack in packs])
+            packs = packs[np.searchsorted(ends, window) + 1 :] or packs
+        elif not whole and len(packs) > 1:  # a longer list has one such row, too
+            packs.pop(int(np.argmin([sizes.tokens[pack].sum() for pack in packs])))
+        order = np.concatenate(packs)
+        of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
+        cost = np.bincount(of_pack, sizes.cost[order].astype(np.float64))
+        units: Any = limits.length_units(sizes)
+        room, real = len(packs) * row, int(sizes.tokens[order].sum())
+        aligned = int(units[order].sum()) * limits.multiple
+        several = np.resize(random.permutation(tokens), (-(-tokens.size // PADDED), PADDED))
+        padded = float(several.sum() / (PADDED * several.max(axis=1).sum()))
+        shares, per_pack = _shares(real, aligned, room), order.size / len(packs)
+        need = float(tokens.sum()) / drawn.size / (row * shares["fill"])
+        return [*shares.values(), need, per_pack, padded, shares["fill"] / per_pack], cost
+
+    def at_the_end(self, window: int, readers: int, room: float, seed: Sequence[int]) -> float:
+        """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""
+        random = np.random.default_rng([*seed, 1])
+        own = max(1, min(round(self.epoch / readers), 4 * window))
+        again = np.count_nonzero(self.share) < own
+        drawn = random.choice(self.share.size, own, again, self.share)
+        sizes = self.rows.kept.sizes.take(self._stream(random, drawn, 1))
+        packs = len([*self._packs(sizes, window, steady=False)]) if len(sizes) else 0
+        return packs - float(sizes.tokens.sum()) / room
+
+    def _packs(self, sizes: Sizes, window: int | None, *, steady: bool) -> Iterator[np.ndarray]:
+        """Packs of a stream in turn; if `steady`, those made before it has ended."""
+        limits, packing = self.rows.limits, self.rows.run.packing
+        units: Any = limits.length_units(sizes)
+        columns = costs(limits, sizes)
+        if window is None:
+            pairs = {name: (cost, limits.limited[name]) for name, cost in columns.items()}
+            yield from pack_lengths_flat(units, limits.units, "best_fit", constraints=pairs)
+            return
+        held, next_one = np.arange(0), 0
+        while True:
+            stop = min(next_one + window - held.size, len(sizes))
+            held, next_one = np.append(held, np.arange(next_one, stop)), stop
+            ended = held.size < window
+            if not held.size or (ended and steady):
+                return
+            chosen = next_pack(
+                packing.policy,
+                units[held].tolist(),
+                limits.units,
+                {name: cost[held].tolist() for name, cost in columns.items()},
+                limits.limited,
+                ended=ended,
+            )
+            yield held[chosen]
+            held = np.delete(held, chosen)
 
 
 def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:
@@ -408,10 +622,10 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     counts = (np.bincount(samples.dataset, minlength=len(parts)) + dropped) * scale
     tokens = np.bincount(samples.dataset, samples.tokens, len(parts)) * scale
     given = np.zeros((len(parts), readers))
-    mix = np.zeros(len(parts))
+    blend = mix_of(parts, counts)
+    mix = counts if blend is None else blend
     for number, part in enumerate(parts):
         repetitions = 1.0 if part.repetitions is None else part.repetitions
-        mix[number] = counts[number] * repetitions if part.weight is None else part.weight
         share = shares.get(part.root)
         own = samples.dataset == number
         if share is None or not samples.whole:

@@ -1,8 +1,9 @@
 """What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from energon_packing.errors import UserError
 from energon_packing.executors.work import Progress
 from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
 from energon_packing.offline.plan import Plan, read_drops
+from energon_packing.offline.samples import Remeasured, check_measured_alike
 from energon_packing.sample_kind import KINDS
 
 
@@ -33,6 +35,9 @@ class StatsSamples:
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
             `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
+        mix: ``[data sets]`` float64, how many samples of each an epoch has, by weights or repetitions of a metadataset;
+            None where there are none. Where there are weights, an epoch is as many samples as there are.
+        remeasure: measures some of the N samples again, by ascending number, as a run does; None for a plan.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
         planned: figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget
             counts them; None otherwise.
@@ -48,6 +53,8 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    mix: np.ndarray | None = None
+    remeasure: Callable[[RunConfig, np.ndarray], Sequence[Remeasured]] | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
     planned: Mapping[str, float] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
@@ -67,6 +74,16 @@ class StatsSamples:
     def dropped(self) -> Counter[str]:
         """Dropped samples by reason."""
         return sum((Counter(each) for each in self.drops), Counter())
+
+
+def mix_of(parts: Sequence[Any], counts: np.ndarray) -> np.ndarray | None:
+    """`StatsSamples.mix` of parts of a metadataset that have `counts` ``[data sets]`` samples."""
+    if all(part.weight is None and part.repetitions in (None, 1) for part in parts):
+        return None
+    if any(part.weight is not None for part in parts):
+        weights = np.array([part.weight or 0.0 for part in parts])
+        return weights * counts.sum() / weights.sum()
+    return counts * [1.0 if part.repetitions is None else part.repetitions for part in parts]
 
 
 def samples_of_index(index: Index, path: str) -> StatsSamples:
@@ -89,7 +106,21 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
             total += table.num_rows
     if total == 0:
         raise UserError(f"{path} holds no samples; measure a data set that has some")
-    return StatsSamples(
+
+    def remeasure(run: RunConfig, numbers: np.ndarray) -> Sequence[Remeasured]:
+        from energon_packing.offline.packs import SampleRemeasurer
+
+        check_measured_alike(index, index, run)
+        rows = []
+        for number, dataset in enumerate(index.datasets):
+            starts = np.cumsum([0, *(shard.samples for shard in dataset.shards)])
+            own = samples.place[numbers[samples.dataset[numbers] == number]]
+            for shard, (low, high) in zip(dataset.shards, pairwise(starts), strict=True):
+                if (here := own[(own >= low) & (own < high)] - low).size:
+                    rows.append((dataset, shard, here.tolist()))
+        return [each for shard in SampleRemeasurer(None, [index.directory], run=run)(rows) for each in shard]
+
+    samples = StatsSamples(
         path=path,
         kind="index",
         total=total,
@@ -100,9 +131,12 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         columns={name: np.concatenate(parts[name]) for name in columns},
         drops=tuple(drops),
         frequent=frequent_drops(index),
+        mix=mix_of(index.datasets, np.array([sum(shard.samples for shard in each.shards) for each in index.datasets])),
+        remeasure=remeasure,
         pair_counts=pair_counts(index.datasets),
         family=str(index.fingerprint.get("family", "")),
     )
+    return samples
 
 
 def samples_of_plan(plan: Plan) -> StatsSamples:
@@ -195,6 +229,19 @@ def samples_of_dataset(
             else:
                 rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
     table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
+
+    def remeasure(run: RunConfig, numbers: np.ndarray) -> Sequence[Remeasured]:
+        from energon_packing.offline.packs import outcomes
+
+        encoder = measurer.kind.task_encoder(run)
+        places = np.array([firsts[number] + place for number, place in table[numbers, :2].tolist()])
+        found: list[Remeasured] = []
+        for (number, shard), (low, high) in zip(shards, pairwise(starts), strict=True):
+            if wanted := set((places[(places >= low) & (places < high)] - low).tolist()):
+                for some in measurer.cooked(parts[number], shard, wanted):
+                    found += [outcomes(encoder, sample) for _, sample, _ in some]
+        return found
+
     return StatsSamples(
         path=path,
         kind="data set",
@@ -206,6 +253,8 @@ def samples_of_dataset(
         columns={name: table[:, 2 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(drops),
         frequent=frequent,
+        mix=mix_of(parts, np.bincount([number for number, _ in shards], counts, len(parts))),
+        remeasure=remeasure,
         pair_counts=measurer.pair_counts,
         family=measurer.fingerprint.get("family", ""),
     )

@@ -14,6 +14,11 @@ SEE_TRAPS = {
     232: "a reader of a pipe that went away looks like a check that failed",
     233: "a narrow terminal shows a number without its last digits",
     234: "the drops of each modality are 0 whatever is dropped",
+    225: "an interval is narrower than the error of what was drawn, or a count of none is taken for nothing",
+    226: "advice follows from the last rows of an epoch, or from chance",
+    227: "packs are foretold without the pieces that the run makes of long samples",
+    228: "samples over a limit of a row are counted as too long",
+    229: "steps of ranks are made of other packs than the table of fill",
 }
 STATS = "tests/report/test_stats.py::"
 STORY = "tests/report/test_sample_story.py::"
@@ -265,5 +270,53 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         test=STATS + "test_drops_of_each_modality_are_those_of_its_rows",
         oracle="the rows, counted by hand",
         edits=(("report/stats.py", "samples.frequent.by_modality()", 'dict.fromkeys((*MODALITIES, ""), 0)'),),
+    ),
+    Mutation(
+        trap=225,
+        name="the interval of fill leaves out which samples were drawn",
+        test=STATS + "test_95_of_100_intervals_of_rows_hold_the_truth[half rows with images]",
+        oracle="the whole list, packed online",
+        edits=(("report/stats.py", "math.sqrt(part + 1 / len(made))", "math.sqrt(1 / len(made))"),),
+    ),
+    Mutation(
+        trap=225,
+        name="no long sample was drawn, so nothing is lost",
+        test=STATS + "test_95_of_100_intervals_of_rows_hold_the_truth[giants]",
+        oracle="the whole list, packed online",
+        edits=(("report/stats.py", "if count else 3.0", "if count else 0.0"),),
+    ),
+    Mutation(
+        trap=226,
+        name="a half-empty last row counts as the fill of a run that repeats",
+        test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
+        oracle="rows of two halves",
+        edits=(("report/stats.py", "if not held.size or (ended and steady):", "if not held.size:"),),
+    ),
+    Mutation(
+        trap=227,
+        name="packs are counted without the pieces of split samples",
+        test=FORETOLD + "[split]",
+        oracle="the packs of `build_loader`",
+        edits=(("report/stats.py", "if over.size and kind.changes_samples(run)", "if False"),),
+    ),
+    Mutation(
+        trap=228,
+        name="samples with too many images are counted as too long",
+        test=FORETOLD + "[images]",
+        oracle="the ledger of the run",
+        edits=(("report/stats.py", '("too_long", rows.too_long)', '("too_long", rows.too_long | rows.over)'),),
+    ),
+    Mutation(
+        trap=229,
+        name="packs of steps are made without the limit of images",
+        test="tests/cli/test_fill.py::test_steps_of_ranks_are_made_of_packs_within_the_limit_of_images",
+        oracle="`simulate_steps` on packs of the online packer",
+        edits=(
+            (
+                "report/fill.py",
+                'pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks',
+                'pack_lengths(tokens, capacity, "window", window=step_window) if ranks',
+            ),
+        ),
     ),
 )

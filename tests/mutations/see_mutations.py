@@ -21,6 +21,7 @@ SEE_TRAPS = {
     229: "steps of ranks are made of other packs than the table of fill",
 }
 STATS = "tests/report/test_stats.py::"
+FORETOLD = STATS + "test_a_run_makes_the_packs_that_are_foretold"
 STORY = "tests/report/test_sample_story.py::"
 MAIN = "tests/cli/test_main.py::"
 

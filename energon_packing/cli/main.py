@@ -62,7 +62,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 REMOVED: dict[str, str] = {
     "fill": "use `energon-packing stats --fill LENGTHS`",
     "size": "begin the run: `measure` and `pack` show the time that is left, and go on where they were stopped",
-    "profile": "use `python scripts/loader_profile.py DATASET --config CFG --step-seconds S` in a checkout",
+    "profile": "start the run: `wait_share` of its metrics is the share of the time in which steps wait for data",
     "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
     "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
 }

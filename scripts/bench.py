@@ -109,6 +109,9 @@ def main(arguments: Sequence[str]) -> int:
             if done.returncode:
                 return done.returncode
             runs.append([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+        if not any(runs):
+            print(f"{arguments[2]} printed no lines of JSON to compare; add --json.", file=sys.stderr)
+            return 2
         rows = merged(runs)
         print(*map(json.dumps, rows), sep="\n")
         if sys.stderr.isatty():

@@ -10,7 +10,6 @@ from energon_packing.cli.options import PATH, config_options, json_option
 from energon_packing.cli.terminal import answer, cell, starting, table
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
-from energon_packing.sample_kind import KINDS
 
 _EXAMPLES = """
 Examples:
@@ -40,20 +39,13 @@ def explain(
     """
     starting(f"Looking for {key} in {path}", quiet=as_json)
     from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.offline.index import INDEX_FILE, Index, kind_of
+    from energon_packing.offline.index import INDEX_FILE
     from energon_packing.report.sample_story import story_in_dataset, story_in_index, story_in_plan
 
-    configured = config_path is not None or bool(overrides)
-    is_index = (path / INDEX_FILE).is_file()
-    if is_plan(path) or is_packed(path):
-        if ledger is not None or configured:
-            raise UserError("A plan needs no --config, --set or --ledger to be explained; leave them out.")
-        events = story_in_plan(key, path)
-    elif is_index:
-        if ledger is not None:
-            raise UserError("An index knows no run; give --ledger with the data set.")
-        load = KINDS.find(kind_of(Index.open(path).datasets)).load_run
-        events = story_in_index(key, str(path), load(config_path, overrides) if configured else None)
+    if (is_index := (path / INDEX_FILE).is_file()) or is_plan(path) or is_packed(path):
+        if ledger is not None or config_path is not None or overrides:
+            raise UserError("An index or a plan needs no --config, --set or --ledger to be explained; leave them out.")
+        events = (story_in_index if is_index else story_in_plan)(key, path)
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
     told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}

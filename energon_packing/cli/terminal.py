@@ -48,10 +48,10 @@ class Columns(Table):
     digit is cut off. Columns that fold need a dozen characters."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = sum(
-            widest if column.no_wrap else min(widest, 12)
+        room = len(self.columns) + sum(
+            (widest if column.no_wrap else min(widest, 12)) + self.padding[1] + self.padding[3]
             for column in self.columns
-            for widest in [max(cell_len(str(each)) for each in (column.header, *column.cells)) + 1]
+            for widest in [max(cell_len(str(each)) for each in (column.header, *column.cells))]
         )
         if not self.show_header or room <= options.max_width:
             yield from super().__rich_console__(console, options)

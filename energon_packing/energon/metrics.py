@@ -90,7 +90,7 @@ class PackSums:
             ("segments_per_pack", self.segments, self.packs),
             ("delay_mean", self.delays, self.samples),
             ("wait_share", self.waited, self.seconds),
-            ("dropped_share", self.dropped.total(), self.read),
+            ("dropped_share", self.dropped.total(), self.read * (self.dropped.total() <= self.read)),
         )
         most = {"delay_max": self.delay_max, "held_max": self.held} if self.samples else {}
         return {name: part / whole for name, part, whole in parts if whole} | most
@@ -485,9 +485,14 @@ class MetricsLog:
             return
         whole = merged(line.total for line in lines)
         dropped = whole.dropped
+        try:
+            more = self._more(rates(lines))
+        except Exception as error:  # formulas of other people's models
+            self._more, more = (lambda _: {}), {}
+            warnings.warn(f"The metrics lack TFLOP/s: {type(error).__name__}: {error}", stacklevel=2)
         self._found = {
             **figures(lines),
-            **self._more(rates(lines)),
+            **more,
             "dropped_share_total": whole.figures().get("dropped_share", 0.0),
             "ranks": len(lines),
             "dropped": dropped.total(),

@@ -39,8 +39,6 @@ def explanation(plan: Plan, key: str) -> dict[str, Any]:
         or (drop["dropped"].startswith(f"{key}#") and drop["dropped"].removeprefix(f"{key}#").isdecimal())
     ]
     if not packed and not dropped:
-        if source != key:  # the sample has no such piece, or none at all
-            return explanation(plan, source)
         raise UserError(
             f"{plan.path} has no sample {key!r}: neither in a pack nor among its drops. Its data set may not have it, "
             "or plan.datasets takes only some of its samples."

@@ -283,7 +283,7 @@ def fitting_samples(
         samples = joined(samples, pieces)
     else:
         refused = [
-            refusal(source, row["key"], sizes.at(source), limits, config)
+            _refusal(source, row["key"], sizes.at(source), limits, config)
             for source, row in _rows_of(sources, over, ["key"]).items()
         ]
     return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
@@ -320,7 +320,7 @@ def _rows_of(sources: Sources, wanted: np.ndarray, columns: list[str]) -> dict[i
     return rows
 
 
-def refusal(source: int, key: str, size: Size, limits: AnyLimits, config: AnyRun) -> Drop:
+def _refusal(source: int, key: str, size: Size, limits: AnyLimits, config: AnyRun) -> Drop:
     """Why a sample fits no pack, in the words of the online loader; a UserError under ``oversize: raise``."""
     reason, setting = "oversize", "packing.seq_length"
     if limits.too_long(size):
@@ -352,7 +352,7 @@ def _measured_again(
                 elif limits.holds(made):
                     kept.append((source, number, made))
                 else:
-                    dropped.append(refusal(source, name, made, limits, config))
+                    dropped.append(_refusal(source, name, made, limits, config))
     return kept, dropped
 
 

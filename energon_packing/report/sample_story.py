@@ -5,7 +5,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -25,10 +24,9 @@ from energon_packing.ledger import standing_lines
 from energon_packing.line_file import read_lines
 from energon_packing.offline.data_paths import is_packed
 from energon_packing.offline.explain import explanation
-from energon_packing.offline.index import Index, kind_of
+from energon_packing.offline.index import Index
 from energon_packing.offline.packed import DROPS_FILE, Packed, shard_path
 from energon_packing.offline.plan import Plan, read_drops
-from energon_packing.offline.samples import Sources, refusal
 from energon_packing.offline.source import (
     IndexedMedia,
     Position,
@@ -38,7 +36,6 @@ from energon_packing.offline.source import (
     TarFiles,
     source_parts,
 )
-from energon_packing.packing.constraints import Size
 from energon_packing.sample_kind import KINDS
 
 WARNINGS_FILE = "warnings.jsonl"
@@ -77,7 +74,8 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     places = _places(source, path, run.data.split)
     for split, part, shard, at in places:
         text = f"{part.root}/{shard}, split {split}: {at.size:,} bytes at {at.offset:,}"
-        events.append(_source(text, split, run.data.split))
+        other = Event("source", "dropped", f"{text}; this run reads split {run.data.split}", "data.split")
+        events.append(Event("source", "ok", text) if split == run.data.split else other)
         if split == places[0][0]:
             record = TarFiles().read(Path(part.root) / shard, at.offset, at.size)
             events += _measured(key, record, part, run, encoder)
@@ -91,56 +89,21 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 
-def _source(text: str, split: str, read: str) -> Event:
-    if split == read:
-        return Event("source", "ok", text)
-    return Event("source", "dropped", f"{text}; this run reads split {read}", "data.split")
-
-
-def story_in_index(key: str, directory: str, run: Any) -> list[Event]:
-    """What an index holds of a sample and all of its copies, and with the configuration of a `run`, whether each fits a
-    row. Raises `UserError`: as `Sources.open`, or the index lacks the sample."""
+def story_in_index(key: str, directory: Path) -> list[Event]:
+    """What an index holds of a sample and all of its copies. Raises `UserError`: it lacks the sample, or is damaged."""
     index, events = Index.open(directory), list[Event]()
-    if run is not None:
-        Sources.open([directory], run, {dataset.asked for dataset in index.datasets})  # compares the settings
-    for dataset in sorted(index.datasets, key=lambda it: run is not None and it.asked_split != run.data.split):
-        split = dataset.asked_split
-        for shard in dataset.shards:
-            table = index.rows(dataset, shard)
-            for at in pc.indices_nonzero(pc.equal(table.column("key"), source_key(key))).to_pylist():
-                text = f"{dataset.root}/{shard.name}, split {split}: sample {at}"
-                events.append(_source(text, split, run.data.split if run else split))
-                events += _indexed(table.slice(at, 1).to_pylist()[0], index, run)
+    for dataset, shard in ((it, shard) for it in index.datasets for shard in it.shards):
+        table = index.rows(dataset, shard)
+        for row in table.filter(pc.equal(table.column("key"), source_key(key))).to_pylist():
+            place = f"{row['size']:,} bytes at {row['offset']:,}"
+            events.append(Event("source", "ok", f"{dataset.root}/{shard.name}, split {dataset.asked_split}: {place}"))
+            names = [name for name in ("length", "second", "targets", "images", "patches") if row[name]]
+            sizes = Event("measure", "ok", ", ".join(f"{row[name]:,} {name}" for name in names))
+            refused = row["reason"] and Event.dropped("measure", row["reason"], row["detail"] or "")
+            events.append(refused or sizes)
     if not events:
         raise UserError(f"{directory} has no sample {key!r}; its data set may not have it, or was measured without it.")
     return events
-
-
-def _indexed(row: dict[str, Any], index: Index, run: Any) -> Iterator[Event]:
-    if row["reason"] is not None:
-        yield Event.dropped("measure", row["reason"], row["detail"] or "")
-        return
-    sizes = {each.name: row[each.name] for each in fields(Size) if each.name in row}
-    size = Size(segment_lengths=(row["length"], row["second"])[: 1 + bool(row["second"])], **sizes)
-    yield Event("measure", "ok", _size_text(size, row["targets"]))
-    if run is None:
-        return
-    kind = KINDS.find(kind_of(index.datasets))
-    if (limits := kind.limits(run, str(index.fingerprint.get("family", "")))).holds(size):
-        yield Event("row", "ok", f"takes {limits.aligned(size):,} of {run.packing.seq_length:,} tokens of a row")
-    elif kind.changes_samples(run):
-        text = f"fits no row; packing.oversize={run.packing.oversize} changes it, which `explain` of its data set tells"
-        yield Event("row", "changed", text, "packing.oversize")
-    else:
-        drop = refusal(0, row["key"], size, limits, run)
-        yield Event("row", "dropped", f"{drop.reason}: {drop.detail}", drop.setting)
-
-
-def _size_text(size: Any, targets: int) -> str:
-    lengths = " + ".join(f"{length:,}" for length in size.segment_lengths)
-    if text_tokens := getattr(size, "text_tokens", 0):
-        return f"{lengths} patches, {text_tokens:,} text tokens"
-    return f"{lengths} tokens, {targets:,} of them targets; {size.images} images and {size.patches} patches"
 
 
 def story_in_plan(key: str, path: Path) -> list[Event]:
@@ -150,7 +113,7 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
     plan = Plan.open(path) if packed is None else packed.plan
     explained = explanation(plan, key)
     undecoded = () if packed is None else read_drops(plan.path, plan.facts.id, path=path / DROPS_FILE)
-    lost = {drop["dropped"]: drop for drop in undecoded}
+    lost = {(drop["dropped"], drop.get("shard")): drop for drop in undecoded}
     events: list[Event] = []
     for each in explained["packed"]:
         place = f"pack {each['pack']} of epoch {each['epoch']}, place {each['place']}"
@@ -161,10 +124,11 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
         )
         events.append(Event("plan", "ok", text))
         if packed is not None:
-            shard = shard_path(path, bisect.bisect_right(packed.facts.firsts, each["pack"]) - 1).name
-            text, drop = f"{each['sample']}: pack {each['pack']} in {shard}", lost.get(each["sample"])
-            left_out = drop and Event.dropped("stored", drop["reason"], f"{drop['detail']} ({text})")
-            events.append(left_out or Event("stored", "ok", text))
+            shard = bisect.bisect_right(packed.facts.firsts, each["pack"]) - 1
+            text = f"{each['sample']}: pack {each['pack']} in {shard_path(path, shard).name}"
+            drop = lost.get((each["sample"], shard))
+            stored = Event("stored", "ok", text)
+            events.append(Event.dropped("stored", drop["reason"], f"{drop['detail']} ({text})") if drop else stored)
     for drop in explained["dropped"]:
         setting = drop.get("setting") or deciding_setting(drop["reason"], drop["detail"])
         events.append(Event("plan", "dropped", f"{drop['dropped']}: {drop['reason']}: {drop['detail']}", setting))
@@ -228,12 +192,12 @@ def _measured(
         text = f"split into {last + 1} pieces, {key}#0 to {key}#{last}; each is packed for itself"
         yield Event("row", "changed", text, "packing.oversize")
         pieces = [piece_of(sized, number) for number in range(last + 1)]
-    if "#" in named and named not in [piece.__key__ for piece in pieces]:
+    chosen = [piece for piece in pieces if piece.__key__ == named] or pieces
+    if "#" in named and chosen is pieces:
         yield Event("row", "unknown", f"no piece of it is {named}", "packing.oversize")
-    for piece in pieces:
-        if piece.__key__ == named or "#" not in named or sized.split is None:
-            of_piece = f"{piece.__key__}: " * (piece is not sized)
-            yield from (it._replace(text=of_piece + it.text) for it in _fate(piece, encoder(), part, media, key))
+    for piece in chosen:
+        of_piece = f"{piece.__key__}: " * (piece is not sized)
+        yield from (it._replace(text=of_piece + it.text) for it in _fate(piece, encoder(), part, media, key))
 
 
 def _fate(
@@ -248,7 +212,9 @@ def _fate(
     measured, packing = sized.measured, encoder.packing
     assert measured is not None
     targets = sum(getattr(segment, "targets", 0) for segment in measured.segments)
-    yield Event("measure", "ok", _size_text(measured, targets))
+    lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
+    what = f"{targets:,} of them targets; {measured.images} images and {measured.patches} patches"
+    yield Event("measure", "ok", f"{lengths} tokens, {what}")
     for how, detail in measured.changes:
         setting = "packing.oversize" if how in ("truncated", "split") else "encoder.limits.when_over"
         yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or setting)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
@@ -28,7 +27,7 @@ class StatsSamples:
     """Sizes of N usable samples, and why the others were dropped.
 
     Attributes:
-        total: samples of the data, dropped ones included; of a plan, those that it packs and its drops.
+        total: samples of the data, dropped ones included; of a plan, those of the data sets that it reads.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
@@ -146,27 +145,24 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
     rows = pa.concat_tables(plan.tables([*place, "piece", "length", "second"]))
     once = rows.group_by([*place, "piece"]).aggregate([("length", "min"), ("second", "min")])  # of all epochs
     kept = once.group_by(place).aggregate([("length_min", "sum"), ("second_min", "sum")])
-    pieces = once.filter(pc.greater_equal(once.column("piece"), 0))
-    in_part = {*zip(*(pieces.column(name).to_pylist() for name in place), strict=True)}
-    dataset, length, second = (kept.column(at).to_numpy().astype(np.int64) for at in (0, 3, 4))
-    numbers = {(it.name, shard.name): (n, at) for n, it in enumerate(datasets) for at, shard in enumerate(it.shards)}
-    gone: dict[tuple[Any, ...], dict[str, Any]] = {}  # of a sample whose pieces have several drops, one
-    for drop in read_drops(plan.path, facts.id):
-        at = numbers.get((drop.get("dataset", ""), drop.get("shard", "")), (0, 0))
-        gone[*at, drop.get("row", drop["dropped"])] = drop
-    times = [each["per_epoch"] for each in facts.summary.get("datasets", ())] or [1.0] * len(datasets)
-    drops: list[Counter[str]] = [Counter() for _ in datasets]
+    names = ("dataset", "length_min_sum", "second_min_sum")
+    dataset, length, second = (kept.column(name).to_numpy().astype(np.int64) for name in names)
+    told = facts.summary.get("datasets") or [{"per_epoch": 1.0, "dropped": {}}] * len(datasets)
+    times = [each["per_epoch"] for each in told]  # 0: the plan does not read it
+    drops = [Counter(each["dropped"] if often else ()) for each, often in zip(told, times, strict=True)]
+    sizes = [sum(shard.samples for shard in it.shards) * bool(often) for it, often in zip(datasets, times, strict=True)]
     frequent = FrequentDrops("planned")
-    read = np.bincount(dataset, minlength=len(datasets)).tolist()
-    for (number, *rest), drop in gone.items():
-        if times[number]:  # else the plan does not read the data set
-            drops[number][drop["reason"]] += 1
-            read[number] += (number, *rest) not in in_part
-            path, detail = datasets[number].path, drop["detail"]
-            frequent.add({}, [DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=detail, data=path)])
-    for it, count in zip(datasets, read, strict=True):
-        frequent.add({(it.path, ""): count}, ())
-    sizes = [sum(shard.samples for shard in each.shards) for each in datasets]
+    paths = {it.name: it.path for it, often in zip(datasets, times, strict=True) if often}
+    for it, size in zip(datasets, sizes, strict=True):
+        frequent.add({(it.path, ""): size}, ())
+    each_once = {  # of a sample whose pieces have several drops, one
+        (drop.get("dataset"), drop.get("shard"), drop.get("row", drop["dropped"])): drop
+        for drop in read_drops(plan.path, facts.id)
+    }
+    for drop in each_once.values():
+        if path := paths.get(drop.get("dataset", "")):
+            entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=path)
+            frequent.add({}, [entry])
     counted = [unwished(*each) for each in zip(drops, sizes, strict=True)]  # as the planner asks the budget
     planned = {
         **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
@@ -179,8 +175,8 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
     return StatsSamples(
         path=str(plan.path),
         kind="plan",
-        total=sum(read),
-        measured=sum(read),
+        total=sum(sizes),
+        measured=sum(sizes),
         datasets=dataset_names(datasets),
         dataset=dataset,
         columns={"length": length, "second": second},

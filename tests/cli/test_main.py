@@ -133,13 +133,15 @@ def test_a_reader_that_leaves_early_sees_no_error_and_no_failed_check(how: str) 
     assert process.wait() == 141
 
 
-@pytest.mark.parametrize("width", [20, 40, 80])
+@pytest.mark.parametrize("width", [20, 40, 72, 80])
 def test_a_table_cuts_no_digit_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     numbers = [[f"{10**power + column:,}" for column in range(6)] for power in (3, 6)]
     rows = [(f"data set {name}", *each) for name, each in zip("ab", numbers, strict=True)]
     output = io.StringIO()
-    Console(file=output).print(table(rows, left=("by data set",), right=("samples", "tokens", *"wxyz"), title="Counts"))
+    Console(file=output).print(
+        table(rows, left=("by data set",), right=("samples", "tokens", *"wxyz"), title="Counts", fold=False)
+    )
     words = output.getvalue().replace(";", " ").split()
     assert [word for word in words if word[0].isdigit()] == [each for row in numbers for each in row]
     assert max(map(len, output.getvalue().splitlines())) <= width

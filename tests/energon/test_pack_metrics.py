@@ -298,6 +298,21 @@ def test_a_writer_gets_the_figures_of_all_ranks_and_nothing_from_before(tmp_path
     }
 
 
+def test_formulas_that_do_not_know_a_model_cost_one_warning_and_no_other_figure(tmp_path):
+    config = MetricsConfig(directory=str(tmp_path), interval=1)
+    log = MetricsLog(config, lambda rates: {"tflops_per_device": rates["nothing"]})
+    used, writers = watched([made_pack(random.Random(seed)) for seed in range(4)], config, capacity=CAPACITY), Writers()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(1, 4):
+            next(used)
+            log.post(step, writers, None)
+            settle(log)
+        log.finish(4, writers, None)
+    assert ["lack TFLOP/s: KeyError: 'nothing'" in str(each.message) for each in told] == [True]
+    assert {"packing/fill", "packing/tokens_per_second"} <= {name for name, _, _ in writers.scalars}
+
+
 def test_a_writer_that_raises_is_one_warning(tmp_path, monkeypatch):
     config = MetricsConfig(directory=str(tmp_path), interval=1)
     log = MetricsLog(config)

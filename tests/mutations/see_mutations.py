@@ -158,8 +158,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/metrics.py",
-                '("dropped_share", self.dropped.total(), self.read),',
-                '("dropped_share", self.dropped.total(), self.samples + self.dropped.total()),',
+                "self.dropped.total(), self.read * (self.dropped.total() <= self.read)",
+                "self.dropped.total(), self.samples + self.dropped.total()",
             ),
         ),
     ),
@@ -209,7 +209,13 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         name="drops of pieces count one by one, which the budget does not",
         test=STATS + "test_a_plan_of_three_epochs_tells_the_samples_drops_and_steps_that_a_run_of_it_has[split]",
         oracle="the sentence with which the planner refuses them",
-        edits=(("report/stats_samples.py", 'drop.get("row", drop["dropped"])', 'drop["dropped"]'),),
+        edits=(
+            (
+                "report/stats_samples.py",
+                'Counter(each["dropped"] if often else ())',
+                'Counter(drop["reason"] for drop in read_drops(plan.path, facts.id))',
+            ),
+        ),
     ),
     Mutation(
         trap=231,
@@ -239,8 +245,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "report/sample_story.py",
-                "    for piece in pieces:\n",
-                "    for piece in [each for each in pieces if each.problem is None or sized.split is None]:\n",
+                "    for piece in chosen:\n",
+                "    for piece in [each for each in chosen if each.problem is None or sized.split is None]:\n",
             ),
         ),
     ),
@@ -249,7 +255,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         name="a stored pack is said to hold what could not be decoded",
         test="tests/offline/test_packed_loader.py::test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan",
         oracle="the packs of the plan's own loader",
-        edits=(("report/sample_story.py", 'lost.get(each["sample"])', "None"),),
+        edits=(("report/sample_story.py", 'lost.get((each["sample"], shard))', "None"),),
     ),
     Mutation(
         trap=232,

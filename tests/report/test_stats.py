@@ -123,8 +123,8 @@ def test_rows_hold_the_tokens_that_they_are_said_to_hold(samples):
         if found["window"] is not None:
             random = np.random.default_rng(3)
             stream = [int(at) for _ in range(40) for at in random.permutation(kept)]
-            packs = list(pack_stream(stream, row, length=lambda at, of=aligned: of[at], window=found["window"]))[
-                20:-200
+            packs = list(pack_stream(stream, row, length=lambda at, of=aligned: int(of[at]), window=found["window"]))[
+                200:-200
             ]
             true = sum(tokens[pack].sum() for pack in packs) / (len(packs) * row)
             assert found["fill"] == pytest.approx(true, abs=2 * found["fill_error"] + 1e-3)
@@ -249,9 +249,9 @@ def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():
     assert "--seq-length" in nothing["reasons"][0]
     many = drawn([row(300)] * 50 + [row(0, reason="bad_record")] * 50, 100, 0)
     assert any("drop_budget" in reason for reason in stats_report(many, RunConfig())["recommendation"]["reasons"])
-    # 1,000 tokens and 3,000 fill rows only together, which a window of 2 seldom holds.
+    # 1,096 tokens and 3,000 fill rows only together, and small windows are soon full of either.
     pairs = drawn([row(1096), row(3000)] * 400, 800, 0)
-    assert advice(pairs, window=2)["settings"]["packing.window"] == 16
+    assert advice(pairs, window=2)["settings"]["packing.window"] == 256
     # 61 rows and a half: one half-empty row at the end of an epoch is no reason for another window.
     last = drawn([row(2048)] * 123, 123, 0)
     found = stats_report(last, RunConfig(packing=PackingConfig(window=256)))
@@ -275,7 +275,9 @@ def test_95_of_100_intervals_of_rows_hold_the_truth(which):
     fits = np.flatnonzero((lengths <= 4096) & (images <= (most or 8)))
     stream = [int(at) for _ in range(5) for at in random.permutation(fits)]
     limited = {"images": (lambda at: int(images[at]), most)} if most else None
-    packs = list(pack_stream(stream, 4096, length=lambda at: int(lengths[at]), window=64, constraints=limited))[20:-100]
+    packs = list(pack_stream(stream, 4096, length=lambda at: int(lengths[at]), window=64, constraints=limited))[
+        600:-100
+    ]
     fill = sum(lengths[pack].sum() for pack in packs) / (len(packs) * 4096)
     truth = {"fill": fill, "packs": lengths[fits].sum() / fill / 4096}
     truth |= {"lost": 1 - lengths[fits].sum() / lengths.sum(), "too_long": int((lengths > 4096).sum())}
@@ -296,7 +298,8 @@ def test_one_line_says_whether_packing_helps_these_samples(lengths, verdict, alo
         drawn([row(length) for length in lengths], len(lengths), 0), RunConfig(packing=PackingConfig(seq_length=2048))
     )
     line = found["recommendation"]["reasons"][0]
-    packed = found["packing"][0]["fill"]
+    advised = found["recommendation"]["settings"].get("packing.window", 256)
+    (packed,) = (each["fill"] for each in found["packing"] if each["window"] == advised)
     assert line.startswith(f"Packing {verdict}: packed rows are {packed:.2%}")
     assert float(line.rpartition("one sample ")[2].split("%")[0]) / 100 == pytest.approx(alone, abs=2e-3)
     assert plain.fmean(lengths) / 2048 == pytest.approx(alone, abs=5e-4)

@@ -171,7 +171,7 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     from energon_packing.media.probe import image_info, jpeg_info, probe_video  # text needs neither Pillow nor FFmpeg
 
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
-    digest = _digest(stream)
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
     decode = config.check_media == "full"
     found: Any = None
     if kind == "image":
@@ -190,19 +190,6 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
 MEDIA_KINDS: Mapping[str, FileKind] = {
     kind: FileKind(check=check_media, made=MediaFile, corrupt="corrupt_media") for kind in ("image", "video")
 }
-
-_BLOCK = bytearray(1 << 16)
-"""Read into again and again: a new buffer for each file would cost as much as hashing it, and so does a larger one,
-which a processor's cache does not hold."""
-
-
-def _digest(stream: BinaryIO) -> str:
-    """The first 32 hexadecimal digits of a file's SHA-256."""
-    digest = hashlib.sha256()
-    view = memoryview(_BLOCK)
-    while size := stream.readinto(view):  # type: ignore[attr-defined]
-        digest.update(view[:size])
-    return digest.hexdigest()[:32]
 
 
 def open_regular(path: str) -> Any:

@@ -4,7 +4,6 @@ import unicodedata
 from functools import cache
 from itertools import groupby
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

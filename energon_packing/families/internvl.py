@@ -50,8 +50,6 @@ class InternVL(VisionFamily):
         image = str(getattr(processor, "image_placeholder_token", self.image_token))
         self.placeholders: dict[MediaKind, str] = {"image": image}
         self.placeholder_ids = {"image": image_id}
-        self.images = processor.image_processor
-        self.videos = processor.video_processor
         self.tile_tokens: int = processor.image_seq_length
         if self.videos is not None:
             self.placeholders["video"] = processor.video_token

@@ -120,8 +120,6 @@ class Qwen25VL(VisionFamily):
         self.video_token: str = processor.video_token
         self.stand_for_media({"image": self.image_token, "video": self.video_token})
         self.reserved += ("<|vision_start|>", "<|vision_end|>")
-        self.images = processor.image_processor
-        self.videos = processor.video_processor
         # From transformers 5.16 on; releases before it ignore a file that sets it.
         if hasattr(type(self.videos), "cap_pixels_per_frame") and self.videos.cap_pixels_per_frame:
             raise ConfigError(

@@ -407,10 +407,8 @@ class MediaChecker:
                 return of.check(stream, path, size, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
-        except UserError:
-            raise
         except Exception as error:  # a file may do anything to its decoder, and costs itself only
-            if is_machines(error):
+            if isinstance(error, UserError) or is_machines(error):
                 raise
             if isinstance(error, OSError):
                 return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")

@@ -66,10 +66,8 @@ def decode_scaled_image(
                 pixels = torch.from_numpy(np.asarray(to_rgb(image, grey, on_white=on_white)))
     except Image.DecompressionBombError as error:
         raise SampleRejected("media_too_large", str(error)) from error
-    except SampleRejected:
-        raise
     except Exception as error:
-        if is_machines(error):
+        if isinstance(error, SampleRejected) or is_machines(error):
             raise
         # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, IndexError, ... for bad bytes.
         reason = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)

@@ -150,12 +150,10 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                 with contextlib.suppress(LookupError, struct.error):  # damage after the first frame, which alone counts
                     # Cameras put previews and depths behind the picture of a multi-picture JPEG.
                     animated = image.format != "MPO" and getattr(image, "is_animated", False)
-        except SampleRejected:
-            raise
         except Image.DecompressionBombError as error:
             raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
         except Exception as error:
-            if is_machines(error):
+            if isinstance(error, SampleRejected) or is_machines(error):
                 raise
             # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
             reason = str(error) or type(error).__name__
@@ -353,8 +351,6 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
     with _opened(source) as stream:
         try:
             return _probe_video(stream, max_pixels, decode)
-        except SampleRejected:
-            raise
         except (av.FFmpegError, ValueError, EOFError, IndexError, OverflowError) as error:
             check_memory(error, max_pixels)
             words = getattr(error, "strerror", None) or str(error) or type(error).__name__

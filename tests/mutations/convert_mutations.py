@@ -527,8 +527,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/probe.py",
-                "            if is_machines(error):\n                raise\n            # Pillow's",
-                "            # Pillow's",
+                "            if isinstance(error, SampleRejected) or is_machines(error):\n",
+                "            if isinstance(error, SampleRejected):\n",
             ),
         ),
     ),

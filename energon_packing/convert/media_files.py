@@ -177,10 +177,10 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     if kind == "image":
         found = None if decode else jpeg_info(head)
         if found is None or found.width * found.height > config.max_pixels:
-            found = image_info(path, max_pixels=config.max_pixels, decode=decode)
+            found = image_info(stream, max_pixels=config.max_pixels, decode=decode)
         extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())
     else:
-        found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
+        found = probe_video(stream, max_pixels=config.max_pixels, decode=decode)
         suffix = Path(path).suffix.lower().lstrip(".")
         of_container = filter(None, map(_EXTENSION_OF_CONTAINER.get, found.container.split(",")))
         extension = suffix if suffix in _CONTAINER_SUFFIXES else next(of_container, "mp4")

@@ -18,7 +18,7 @@ from energon_packing.families.geometry import (
     shown_frames,
     uniform_frames,
 )
-from energon_packing.families.pixel_forms import form_of, resized
+from energon_packing.families.pixel_forms import image_forms, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
@@ -111,10 +111,8 @@ class InternVL(VisionFamily):
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        form = form_of(self.images, "images")
-        if form is None or (self.videos is not None and form_of(self.videos, "images") != form):
-            return {}
-        return {"pixel_values": form}
+        forms = image_forms(self.images)
+        return {} if self.videos is not None and image_forms(self.videos) != forms else forms
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
 from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats, pillow_pixel_limit
 
-ORIENTATION = 0x0112
-"""The EXIF tag of an image's orientation; 1 is upright."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
 _NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
@@ -101,7 +99,7 @@ def _scale(image: Image.Image, least: Sides) -> tuple[int, int] | None:
     """Makes Pillow decode a JPEG file at a part of its size; returns width and height as displayed, None if not."""
     if image.format != "JPEG":
         return None
-    turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     height, width = (math.ceil(side) for side in (reversed(least) if turned else least))
     stored = image.size
     image.draft(None, (max(1, width), max(1, height)))
@@ -119,7 +117,7 @@ def decode_jpeg(data: bytes, image: Image.Image) -> torch.Tensor | None:
     Returns:
         uint8 ``[3, H, W]``, a view of rows of pixels; None if Pillow has to decode it, or to say what is wrong with it.
     """
-    if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(ORIENTATION, 1) != 1:
+    if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         return None
     decode = _decoder()
     if decode is None:

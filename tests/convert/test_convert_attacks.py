@@ -25,6 +25,7 @@ from click.testing import CliRunner
 from forking_python import quick_python
 from PIL import Image
 from source_files import openai, rejects, run, write_image, write_lines, write_video
+from support.media_files import probe_video
 
 from energon_packing import errors
 from energon_packing.cli.main import cli
@@ -192,9 +193,9 @@ def test_no_memory_for_a_frame_is_told_from_a_file_that_asks_for_too_much(tmp_pa
 
     monkeypatch.setattr(av, "open", failing)
     with pytest.raises(errors.SampleRejected, match="corrupt_media"):
-        probe.probe_video(clip)
+        probe_video(clip)
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        probe.probe_video(clip, max_pixels=1 << 58)
+        probe_video(clip, max_pixels=1 << 58)
 
 
 def test_resume_tries_again_what_another_time_or_machine_may_not_refuse(tmp_path, monkeypatch):

@@ -539,16 +539,14 @@ class _Worker:
         for run in reversed(runs):
             self.mark, *own = self._runs[run]
             if self.mark.get("resumed"):
-                self._leave_before(int(self.mark["from"]))
+                # Up to the pack before, with what was changed in it.
+                last = int(self.mark["from"]) - 1
+                at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == last), default=-1)
+                while 0 < at < len(self.lines) and "changed" in self.lines[at]:
+                    at += 1
+                del self.lines[at:]
             self.lines += own
         return len({*self.names.values()} - {name})
-
-    def _leave_before(self, number: int) -> None:
-        """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
-        at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
-        while 0 < at < len(self.lines) and "changed" in self.lines[at]:
-            at += 1
-        del self.lines[at:]
 
     def by_position(self) -> dict[int, list[dict[str, Any]]]:
         """The lines of each position: drops come before their pack, changes after it; its last making counts."""

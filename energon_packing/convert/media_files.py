@@ -43,7 +43,7 @@ _EXTENSION_OF_CONTAINER = {
     "mov": "mp4", "matroska": "mkv", "avi": "avi", "mpeg": "mpg", "mpegts": "ts", "mpegvideo": "mpg", "flv": "flv",
     "asf": "wmv", "ogg": "ogv", "gif": "gif",
 }  # fmt: skip
-_CONTAINER_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
+VIDEO_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     from energon_packing.media.probe import image_info, jpeg_info, probe_video  # text needs neither Pillow nor FFmpeg
 
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
-    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]  # type: ignore[arg-type]
     decode = config.check_media == "full"
     found: Any = None
     if kind == "image":
@@ -183,7 +183,7 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
         found = probe_video(stream, max_pixels=config.max_pixels, decode=decode)
         suffix = Path(path).suffix.lower().lstrip(".")
         of_container = filter(None, map(_EXTENSION_OF_CONTAINER.get, found.container.split(",")))
-        extension = suffix if suffix in _CONTAINER_SUFFIXES else next(of_container, "mp4")
+        extension = suffix if suffix in VIDEO_SUFFIXES else next(of_container, "mp4")
     return MediaFile(kind=kind, path=path, name=f"{digest}.{extension}", size=size, **found._asdict())
 
 

@@ -43,8 +43,6 @@ def decode_scaled_image(
     libjpeg then computes fewer values of each block of 8x8 pixels. Limits hold for the whole image.
     """
     whole = None
-    if not data:
-        raise SampleRejected("corrupt_media", "the image file is empty")
     try:
         with pillow_pixel_limit(max_pixels), warnings.catch_warnings():
             # torch warns that Pillow's bytes are not writable; nothing writes to them.

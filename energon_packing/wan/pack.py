@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from energon_packing.errors import PackingError
+from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.thd.assembly import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
 
@@ -134,9 +134,9 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
 
 def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``. Raises
-    PackingError: the latent does not divide into patches."""
+    SampleRejected: ``wrong_shape`` if the latent does not divide into patches."""
     if len(shape) != 3 or 0 in shape or any(side % size for side, size in zip(shape, patch, strict=True)):
-        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+        raise SampleRejected("wrong_shape", f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
     return frames, height, width
 
@@ -169,7 +169,7 @@ def pack_wan(
     filler of ``multiple`` patches and text tokens follows it. Rows of ``compat="bridge"`` have none.
 
     Raises:
-        PackingError: a latent that does not divide into patches, or a row above ``capacity``.
+        PackingError: a row above ``capacity``.
     """
     grids = [patch_grid(sample.latent.shape[1:], patch) for sample in samples]
     videos, texts = [to_patches(sample.latent, patch) for sample in samples], [sample.text for sample in samples]

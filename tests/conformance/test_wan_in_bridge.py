@@ -26,7 +26,7 @@ from support.p2p_cut import infers_padding
 from energon_packing import thd
 from energon_packing.config import ParallelConfig
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.wan.pack import WanSample, clip_order, pack_wan, patch_grid
 
 pytest.importorskip("diffusers", reason="Bridge's Wan model needs diffusers")
@@ -415,18 +415,12 @@ def test_texts_as_the_weights_know_them_are_bridges_in_rows_of_our_alignment(wan
     assert pack.fillers == int(clips == 1), "a lone clip with padding of patches"
 
 
-@pytest.mark.parametrize(
-    ("latent", "capacity", "message"),
-    [
-        (torch.zeros(4, 1, 3, 4), None, "a latent of .* does not divide"),
-        (torch.zeros(4, 1, 2, 2), 9, "occupy 10 patches"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused_in_a_sentence(latent, capacity, message):
-    with pytest.raises(PackingError, match=message):
-        pack_wan(
-            [sample((1, 3, 3), 5, 1), WanSample(key="odd", latent=latent, text=torch.zeros(5, 8))], capacity=capacity
-        )
+def test_what_cannot_be_packed_is_refused_in_a_sentence():
+    other = WanSample(key="other", latent=torch.zeros(4, 1, 2, 2), text=torch.zeros(5, 8))
+    with pytest.raises(PackingError, match="occupy 10 patches"):
+        pack_wan([sample((1, 3, 3), 5, 1), other], capacity=9)
+    with pytest.raises(SampleRejected, match=r"a latent of .* does not divide"):
+        patch_grid((1, 3, 4), (1, 2, 2))
     assert patch_grid((3, 4, 6), (1, 2, 2)) == (3, 2, 3)
 
 

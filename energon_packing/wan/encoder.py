@@ -18,7 +18,7 @@ from torch.nn import functional
 from energon_packing.config.setting import newer_and_unset
 from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
-from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.geometry import frames_at
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.image import decode_image
@@ -226,10 +226,7 @@ class TextToVideoEncoder:
         if shape[0] != channels:
             detail = f"latents of {shape[0]} channels, but encoder.latent_channels is {channels}"
             raise SampleRejected("wrong_shape", detail)
-        try:
-            grid = patch_grid(shape[1:], self.config.patch)
-        except PackingError as error:
-            raise SampleRejected("wrong_shape", str(error)) from None
+        grid = patch_grid(shape[1:], self.config.patch)
         rows, token_ids, changes = self._text(sample)
         return MeasuredClip(
             key=sample.key,

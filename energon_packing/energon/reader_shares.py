@@ -180,11 +180,6 @@ def deal_samples(
         each.loader.restore_sample = functools.partial(_restored_sample, each.loader, each.first, each.samples)
 
 
-def described_shares(dataset: SavableDataset[Any]) -> list[str]:
-    """What each reader reads of each data set, in one clause each; none where there is one reader."""
-    return [share.description for _, share in dealt_shares(dataset)]
-
-
 def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
     """Directory and share of each data set; none where there is one reader."""
     return [(each.name, each.loader.share) for each in _sources(dataset) if hasattr(each.loader, "share")]

@@ -117,7 +117,7 @@ def look_at_samples(
     shares: list[str] = []
     try:
         from energon_packing.energon.loader import build_dataset
-        from energon_packing.energon.reader_shares import described_shares
+        from energon_packing.energon.reader_shares import dealt_shares
 
         with offline(), trusting(config.data.trust):
             for leaf, _ in data.readable:  # the run opens those that are left alone here, too
@@ -126,7 +126,8 @@ def look_at_samples(
                         check_data_set(str(file), file.read_bytes(), mapping_in(file))
             encoder = measuring_encoder(config, ParallelConfig(), processor=processor, deals=True)
             if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
-                shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
+                dealt = dealt_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
+                shares = [share.description for _, share in dealt]
     except ImportError as error:
         return [Look("samples", at, "not looked at", f"this needs Energon: {error}")]
     except UserError as error:

@@ -21,7 +21,7 @@ from energon_packing.ledger import LedgerLock
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import differing_lengths, pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
-from energon_packing.offline.packs import PlannedPacks, PositionedPacks
+from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.source import check_there
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
@@ -195,12 +195,6 @@ def _positions(first: int, step: int, stop: int | None, period: int | None) -> I
     """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
     every = itertools.count(first, step) if stop is None else range(first, stop, step)
     return (position if period is None else position % period for position in every)
-
-
-def planned_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
-    """Builds the loader of the plan at ``data.path``; arguments as for `loader_of`."""
-    plan = Plan.open(config.data.path)
-    return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
 
 
 def loader_of(

@@ -44,16 +44,20 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         ConfigError: a schedule plan is requested, or the data have images, or fields per token, for another model.
     """
     batch = read(data_iterator, return_schedule_plan)
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        None,
+    return called_by_name(model, batch), partial(loss_func, batch.loss_mask)
+
+
+def called_by_name(model: Any, batch: StageBatch) -> Any:
+    """What a model returns whose forward takes Hugging Face's names, as Megatron-Core's GPT does."""
+    return model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
         **inputs_of(model, batch),
     )
-    return output, partial(loss_func, batch.loss_mask)
 
 
 def read(data_iterator: Any, schedule_plan: bool, **how: Any) -> StageBatch:

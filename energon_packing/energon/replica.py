@@ -132,11 +132,6 @@ class Replica:
         return self.global_rank == self.members[0]
 
     @property
-    def host(self) -> tuple[int, ...]:
-        """Members of this rank's stage on its host, their leader first."""
-        return next(host for host in self.hosts if self.global_rank in host)
-
-    @property
     def size(self) -> int:
         """Number of ranks of the replica; all stages have the same size."""
         return len(self.leaders) * len(self.members)

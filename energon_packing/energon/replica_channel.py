@@ -320,7 +320,8 @@ class StageSpread:
         self._hosts_group: OwnGroup | None = None
         if len(replica.members) == 1:
             return
-        host, here = replica.host, replica.global_rank
+        here = replica.global_rank
+        host = next(host for host in replica.hosts if here in host)
         leads = here == host[0]
         if leads and len(host) > 1:
             self._link = HostLeader(host[1:], ahead=ahead)

@@ -11,7 +11,7 @@ import torch.utils.data
 
 from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
 from energon_packing.config.setting import changing
-from energon_packing.energon.epoch_end import Agree, EpochReport
+from energon_packing.energon.epoch_end import EpochReport
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, tell_of_accepted
@@ -204,14 +204,12 @@ def loader_of(
     *,
     free: Collection[str] = (),
     rank: int = 0,
-    world_size: int = 1,
     split: str | None = None,
     workers: int | None = None,
-    prefetch: int = 2,
     task_encoder: Any = None,
     data_parallel_group: Any = None,
-    agree: Agree | None = None,
     evaluation: int | None = None,
+    **reading: Any,
 ) -> PlannedLoader:
     """The loader of the packs of a plan; its states fit every other loader of this plan.
 
@@ -219,8 +217,8 @@ def loader_of(
         packs_of: the packs for an encoder and a rank, whatever they are read from.
         config: of the run; encoder and row must be those of the plan.
         free, split: as for `check_plan`.
-        rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
-            `energon_packing.energon.loader.build_loader`.
+        rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
+            ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
         evaluation: as for `PlannedLoader`.
 
     Raises:
@@ -244,9 +242,7 @@ def loader_of(
     return PlannedLoader(
         packs,
         rank=rank,
-        world_size=world_size,
         workers=config.data.workers if workers is None else workers,
-        prefetch=prefetch,
         repeat=config.data.repeat,
         unfinished=too_short(plan),
         evaluation=evaluation,
@@ -258,8 +254,8 @@ def loader_of(
         padding=encoder.padding_pack,
         capacity=encoder.capacity,
         lock=LedgerLock(config.packing.ledger, rank),
-        agree=agree,
         group=data_parallel_group,
+        **reading,
     )
 
 

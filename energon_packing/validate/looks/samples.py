@@ -64,10 +64,9 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     from energon_packing.packing.whole_list import pack_lengths
 
     encoder = measuring_encoder(config, parallel)
-    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
-    data = dataclasses.replace(config.data, repeat=False, workers=0)
-    once = dataclasses.replace(config, packing=packing, parallel=parallel, data=data)
+    once = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False, workers=0))
     loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
+    packing = config.packing
     lengths, aligned, too_long = [], [], [0]
     number = 0
     for number, sample in enumerate(loader, 1):

@@ -231,9 +231,13 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator
 
     from energon_packing.energon.loader import build_dataset
 
+    reference = {"path": leaf.path, "split_part": leaf.split, "subflavors": dict(leaf.subflavors)}
+    reference |= {"split_config": leaf.split_config, "dataset_config": leaf.dataset_config}
+    reference |= {"aux": dict(leaf.aux)} if leaf.aux else {}
+    alone = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {leaf.split: reference}}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.yaml"
-        file.write_text(yaml.safe_dump(_metadataset(leaf), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        file.write_text(yaml.safe_dump(alone, sort_keys=False, allow_unicode=True), encoding="utf-8")
         plain: dict[str, Any] = {"shuffle_buffer": 1, "shuffle_over_epochs": 1, "epoch_end": "uneven"}
         data = dataclasses.replace(config.data, path=str(file), split=leaf.split, workers=0, repeat=False, **plain)
         once = dataclasses.replace(config, data=data)
@@ -248,11 +252,3 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _metadataset(leaf: Leaf) -> dict[str, Any]:
-    """The metadataset of one directory."""
-    reference = {"path": leaf.path, "split_part": leaf.split, "subflavors": dict(leaf.subflavors)}
-    reference |= {"split_config": leaf.split_config, "dataset_config": leaf.dataset_config}
-    reference |= {"aux": dict(leaf.aux)} if leaf.aux else {}
-    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {leaf.split: reference}}

@@ -412,9 +412,7 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
             return
-        evaluates = self.do_validation and getattr(
-            getattr(container, "validation", None) or container.train, "eval_iters", 0
-        )
+        evaluates = self.do_validation and container.validation.eval_iters
         if has_global_packs(self.path) and not self.validation_path and evaluates:
             raise ConfigError(
                 f"dataset.path {self.path} is a plan, or packed from one, which has no other split to evaluate on; "

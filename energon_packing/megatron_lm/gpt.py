@@ -11,7 +11,7 @@ import torch
 
 from energon_packing.encoders.encoder import innermost, refuse_untaken, takes
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.arguments import NO_SCHEDULE_PLAN, add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.arguments import NO_SCHEDULE_PLAN, run_config_of
 from energon_packing.megatron_lm.dataloader import (
     StageBatch,
     get_batch,
@@ -21,14 +21,7 @@ from energon_packing.megatron_lm.dataloader import (
 from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks
 
-__all__ = [
-    "add_energon_packing_args",
-    "forward_step",
-    "get_batch",
-    "loss_func",
-    "parse_and_validate_args",
-    "train_valid_test_datasets_provider",
-]
+__all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets_provider"]
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:

@@ -19,23 +19,15 @@ import torch
 
 from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.dataloader import (
     StageBatch,
-    get_batch,
     parse_and_validate_args,
     train_valid_test_datasets_provider,
 )
 from energon_packing.megatron_lm.gpt import called_by_name, inputs_of, loss_func, read
 
-__all__ = [
-    "add_energon_packing_args",
-    "forward_step",
-    "get_batch",
-    "loss_func",
-    "parse_and_validate_args",
-    "train_valid_test_datasets_provider",
-]
+__all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets_provider"]
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:

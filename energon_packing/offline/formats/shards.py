@@ -121,7 +121,7 @@ class ShardPacker(PackFormat):
         shard.close()
         settings = shard.facts.get("settings")
         settings = self._older | settings if isinstance(settings, dict) else settings
-        if (shard.facts.get("plan"), settings) != (self.facts.plan, self._settings(number)):
+        if (shard.facts.get("plan"), settings) != (self.facts.plan, self.facts.of_shard(*self.span(number))):
             raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
         entry = _entry_of(shard, number)
         copied = media_path(self.config.out, number)
@@ -153,7 +153,7 @@ class ShardPacker(PackFormat):
                 writer.finish(
                     {
                         "plan": self.facts.plan,
-                        "settings": self._settings(number),
+                        "settings": self.facts.of_shard(first, end),
                         "packs": end - first,
                         "samples": samples,
                         "drops": drops,
@@ -192,11 +192,6 @@ class ShardPacker(PackFormat):
                 self.facts.save(out)
         except OSError as error:
             raise unwritable(out, error, "pack") from error
-
-    def _settings(self, number: int) -> dict[str, Any]:
-        first, end = self.span(number)
-        settings = {name: getattr(self.facts, name) for name in ("store", "media", "padded_rows")}
-        return {**settings, "first": first, "stop": end, **self.facts.encoder}
 
     def rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
         """Renders the samples of a pack; one that cannot be rendered is dropped."""

@@ -91,11 +91,12 @@ class PlannedLoader(LoaderBase):
         stop = self._end
         if over and stop is None:  # all ranks stop at the same step
             stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
-        positions = _positions(self._position + self._rank, self._world_size, stop, self._evaluation)
+        first, step, period = self._position + self._rank, self._world_size, self._evaluation  # which begins again
+        every = itertools.count(first, step) if stop is None else range(first, stop, step)
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             self._packs,
             batch_size=None,
-            sampler=positions,
+            sampler=(position if period is None else position % period for position in every),
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             collate_fn=lambda pack: pack,
@@ -189,12 +190,6 @@ def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
     own = {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
     own.pop("ftfy", None)  # `check_plan` compares it where captions are still read
     return own
-
-
-def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
-    """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
-    every = itertools.count(first, step) if stop is None else range(first, stop, step)
-    return (position if period is None else position % period for position in every)
 
 
 def loader_of(

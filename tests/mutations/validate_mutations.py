@@ -167,7 +167,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "bridge/step.py",
                 "functools.cache(logging.getLogger(__name__).info)",
-                "functools.partial(logging.getLogger(__name__).info)",
+                "functools.lru_cache(maxsize=0)(logging.getLogger(__name__).info)",
             ),
         ),
         needs_bridge=True,

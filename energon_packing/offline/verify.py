@@ -292,8 +292,7 @@ class ShardVerifier:
                     yield None, f"{path} has {name} {getattr(shard, name)}, the manifest says {getattr(entry, name)}"
             if shard.facts.get("plan") != self._packed.facts.plan:
                 yield None, f"{path} was packed from another plan"
-            own = {name: getattr(self._packed.facts, name) for name in ("store", "media", "padded_rows")}
-            own |= {"first": entry.first, "stop": entry.first + entry.packs, **self._packed.facts.encoder}
+            own = self._packed.facts.of_shard(entry.first, entry.first + entry.packs)
             for name, said, stored in differing(own, shard.facts["settings"], before(self._kind.encoder_config)):
                 yield None, f"{path} was packed with {name}={stored!r}, the manifest says {said!r}"
             yield from self._wrong_bytes(shard, entry)

@@ -55,7 +55,7 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @click.argument("path", metavar="DATASET|INDEX|PLAN|LENGTHS", type=PATH)
 @config_options
 @split_option
-@defaulted("--samples", type=AT_LEAST_1, default=2000, help="Samples to measure, drawn at random.")
+@defaulted("--samples", type=click.IntRange(min=2), default=2000, help="Samples to measure, drawn at random.")
 @click.option("--full", is_flag=True, help="Measure all samples of a data set.")
 @click.option("--workers", type=AT_LEAST_0, help="Processes for --full. Default: one per CPU, up to 8.")
 @_many("--seq-length", "To compare.")
@@ -136,7 +136,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
             f"--full, --workers, --split and --samples are for data sets; {path} is measured already.",
         ),
         (
-            is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed"},
+            is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed", "data_parallel"},
             f"{path} lacks what it dropped; compare settings with --seq-length, --multiple and --window on its index.",
         ),
         (given.full and "samples" in given.asked, "--full measures all samples; leave out --samples, or --full."),
@@ -168,33 +168,21 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
 
 def print_stats(console: Console, report: Mapping[str, Any]) -> None:
     """Prints the report of `energon_packing.report.stats.stats_report`."""
-    from energon_packing.report.stats import QUANTITIES
-    from energon_packing.report.stats_page import (
-        bin_name,
-        drop_cells,
-        group_cells,
-        number,
-        own_sentence,
-        packing_cells,
-        plan_sentences,
-        share,
-        source_sentence,
-        with_error,
-    )
+    from energon_packing.report import stats_page as page
 
-    say(f"{report['path']}: {source_sentence(report)}", wrap=True)
+    say(f"{report['path']}: {page.source_sentence(report)}", wrap=True)
     quantities = {name: found for name, found in report["quantities"].items() if found["samples"]}
     rows: list[Sequence[Any]] = [
         (
-            QUANTITIES[name][0],
+            page.QUANTITIES[name][0],
             *(
-                "" if None in (found[key], found.get(f"{key}_error", 0)) else with_error(found, key, form)
+                "" if None in (found[key], found.get(f"{key}_error", 0)) else page.with_error(found, key, form)
                 for key in ("mean", "p50", "p95", "p99", "largest")
             ),
-            "" if form is share else number(found["sum"], found["sum_error"]),
+            "" if form is page.share else page.number(found["sum"], found["sum_error"]),
         )
         for name, found in quantities.items()
-        for form in [share if name == "trained_share" else number]
+        for form in [page.share if name == "trained_share" else page.number]
     ]
     console.print(table(rows, left=("",), right=("mean", "median", "95 %", "99 %", "largest", "in all")))
     for name in [name for name in ("tokens", "trained_share") if name in quantities]:  # --html draws all
@@ -202,29 +190,30 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         top = max(each["share"] for each in bins)
         rows = [
             (
-                bin_name(each, name),
-                share(each["share"]) + (f" \u00b1{100 * each['error']:.1f}" if each["error"] else ""),
+                page.bin_name(each, name),
+                page.share(each["share"]) + (f" \u00b1{100 * each['error']:.1f}" if each["error"] else ""),
                 _bar(each["share"] / top),
             )
             for each in bins
         ]
-        console.print(table(rows, left=(QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
+        console.print(table(rows, left=(page.QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
     groups = ("samples", "share", "tokens", "share", "trained", "dropped")
     for title, name in (("by modality", "modalities"), ("by data set", "datasets")):
         if report[name]:
-            rows = [(*shown[:5], *shown[6:]) for shown in map(group_cells, report[name])]
+            rows = [(*shown[:5], *shown[6:]) for shown in map(page.group_cells, report[name])]
             console.print(table(rows, left=(title,), right=groups))
     if readers := report.get("readers"):
-        console.print(_readers(readers, number, share))
+        console.print(_readers(readers, page.number, page.share))
     if report["drops"]:
-        console.print(table(map(drop_cells, report["drops"]), left=("dropped",), right=("samples", "share")))
+        console.print(table(map(page.drop_cells, report["drops"]), left=("dropped",), right=("samples", "share")))
     print_warnings(report["warnings"])
-    if report["plan"]:
-        say(*plan_sentences(report["plan"]), *report["recommendation"]["reasons"], wrap=True)
+    if not report["packing"]:
+        told = page.plan_sentences(report["plan"]) if report["plan"] else ()
+        say(*told, *report["recommendation"]["reasons"], wrap=True)
         return
     names = ("mult.", "window", "fill", "lost", "packs", "steps")
-    say(own_sentence(report), wrap=True)
-    rows = [packing_cells(row)[:7] for row in report["packing"]]
+    say(page.own_sentence(report), wrap=True)
+    rows = [page.packing_cells(row)[:7] for row in report["packing"]]
     console.print(table(rows, left=("row",), right=names, fold=False))
     say("Recommended", style="bold")
     say(*(f"  {name}={value}" for name, value in report["recommendation"]["settings"].items()), style="green")

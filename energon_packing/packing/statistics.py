@@ -20,12 +20,11 @@ class PackStatistics:
         fill: share of real tokens.
         alignment_padding: share spent on padding segments to the alignment multiple.
         tail_padding: share left free at the ends of packs.
-        delay_p50, delay_p99, delay_max: median, 99th percentile and worst number of samples that arrived after a sample
-            before it was emitted.
+        delay_p99, delay_max: 99th percentile and worst number of samples that arrived after a sample before it was
+            emitted.
         held: the most samples held at once.
-        samples_per_pack: mean.
-        cost_mean: mean cost of a pack, ``LINEAR * L + L**2`` summed over its segments.
-        cost_spread: standard deviation of the cost divided by its mean.
+        cost_spread: standard deviation of the cost of a pack, ``LINEAR * L + L**2`` summed over its segments, divided
+            by its mean.
         cost_max_over_mean: cost of the most expensive pack, in mean packs; a step with it takes that long.
     """
 
@@ -34,12 +33,9 @@ class PackStatistics:
     fill: float
     alignment_padding: float
     tail_padding: float
-    delay_p50: float
     delay_p99: float
     delay_max: int
     held: int
-    samples_per_pack: float
-    cost_mean: float
     cost_spread: float
     cost_max_over_mean: float
 
@@ -84,12 +80,9 @@ class PackStatistics:
             fill=float(real[flat].sum() / room),
             alignment_padding=float((tokens[flat] - real[flat]).sum() / room),
             tail_padding=float(1 - tokens[flat].sum() / room),
-            delay_p50=float(np.percentile(delay, 50)),
             delay_p99=float(np.percentile(delay, 99)),
             delay_max=int(delay.max()),
             held=int((came[arrived - 1] - starts).max()),
-            samples_per_pack=float(flat.size / len(groups)),
-            cost_mean=float(cost.mean()),
             cost_spread=float(cost.std() / cost.mean()),
             cost_max_over_mean=float(cost.max() / cost.mean()),
         )

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from energon_packing.config import ParallelConfig, RunConfig
-from energon_packing.drops import unwished
+from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import UserError
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import Order, simulate_steps
-from energon_packing.packing.constraints import PackLimits, Size
+from energon_packing.packing.constraints import Size
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples, mix_of
@@ -77,24 +77,24 @@ def stats_report(
 ) -> dict[str, Any]:
     """Statistics, packings side by side, and a recommendation. The first packing is the run's own; compared with it are
     by default `WINDOWS`. Raises `ConfigError`: a ``seq_length`` is not a multiple of the alignment."""
+    nothing = None
     if samples.planned is not None:  # what it dropped has no lengths there, so that no other settings can be judged
-        why = "What a plan drops is not in it; `energon-packing stats INDEX` compares settings."
-        none = {"packing": [], "recommendation": {"settings": {}, "reasons": [why]}}
-        return {**statistics(samples), "plan": planned_packing(samples.planned, run), **none}
-    choices: dict[str, Any] = {"seq_lengths": seq_lengths, "multiples": multiples, "windows": windows or WINDOWS}
-    compared = list(packings(samples, run, **choices, ranks=ranks, seed=seed))
+        nothing = "What a plan drops is not in it; `energon-packing stats INDEX` compares settings."
+    elif "text_tokens" in samples.columns:
+        nothing = "Rows of clips have limits of their own; `energon-packing plan` makes them."
+    choices: dict[str, Any] = {"seq_lengths": seq_lengths, "multiples": multiples}
+    choices["windows"] = windows or (WINDOWS if run.packing.policy == "window" else ())  # others take minutes
+    compared = [] if nothing else [*packings(samples, run, **choices, ranks=ranks, seed=seed)]
+    weights = samples.mix is not None
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
-        "run": {
-            "oversize": run.packing.oversize,
-            "ranks": ranks,
-            "workers": run.data.workers,
-            "weights": samples.mix is not None,
-        },
-        "plan": None,
-        "packing": [{name: value for name, value in row.items() if name != "fills"} for row in compared],
-        "recommendation": recommendation(samples, run, compared, ranks),
+        "run": {"oversize": run.packing.oversize, "ranks": ranks, "workers": run.data.workers, "weights": weights},
+        "plan": planned_packing(samples.planned, run) if samples.planned else None,
+        "packing": [{name: value for name, value in row.items() if name not in ("fills", "part")} for row in compared],
+        "recommendation": {"settings": {}, "reasons": [nothing]}
+        if nothing
+        else recommendation(samples, run, compared, ranks),
     }
 
 
@@ -132,13 +132,6 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
     }
 
 
-def mean_error(samples: StatsSamples, array: np.ndarray) -> float:
-    """Half the width of a 95 % interval of a mean over usable samples."""
-    if samples.whole or array.size < 2:
-        return 0.0
-    return Z * float(array.std(ddof=1)) * math.sqrt((1 - samples.measured / samples.total) / array.size)
-
-
 def ratio(samples: StatsSamples, part: np.ndarray, of: np.ndarray, *, most: float | None = None) -> tuple[float, float]:
     """The sum of `part` ``[N]`` divided by that of `of`, and half the width of its 95 % interval. Where `part` is a
     share of `of`, `most` is the most that a sample has of either if none was measured that has any."""
@@ -147,9 +140,9 @@ def ratio(samples: StatsSamples, part: np.ndarray, of: np.ndarray, *, most: floa
     error = Z * math.sqrt(float(np.square(part - value * of).sum()) * n / max(n - 1, 1)) / total
     if most is not None:
         seldom = min((part, of - part), key=np.count_nonzero)
-        if (count := int(np.count_nonzero(seldom))) < FEW:
+        if (count := int(np.count_nonzero(seldom))) < min(FEW, np.count_nonzero(of) / 2):
             size = float(seldom.sum()) / count if count else most
-            error = max(error, _more(count) * size / total)
+            error = min(max(error, _more(count) * size / total), 1.0)
     return value, error * math.sqrt(1 - n / samples.total)
 
 
@@ -167,14 +160,14 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
     return {
         "samples": int(array.size),
         "mean": float(array.mean()),
-        "mean_error": mean_error(samples, array),
+        "mean_error": ratio(samples, array, np.ones(array.size))[1],
         **{f"p{mark}": float(value) for mark, value in zip(marks, np.percentile(array, marks), strict=True)},
         **{f"p{mark}_error": _mark_error(samples, array, mark) for mark in marks},
         # Nobody knows the smallest and the largest of those that were not measured.
         "smallest": float(array.min()) if samples.whole else None,
         "largest": float(array.max()) if samples.whole else None,
         "sum": float(array.sum()) * (samples.total / samples.measured),
-        "sum_error": mean_error(samples, all_of_them) * samples.total,
+        "sum_error": ratio(samples, all_of_them, np.ones(all_of_them.size))[1] * samples.total,
         "histogram": _histogram(samples, array),
     }
 
@@ -215,7 +208,8 @@ def _counted(samples: StatsSamples, count: int) -> dict[str, Any]:
     share, error = count / samples.measured, 0.0
     if not samples.whole:
         n = samples.measured * (samples.total - 1) / max(samples.total - samples.measured, 1)
-        error = (share + _more(share * n * (1 - share)) / n) / (1 + Z * Z / n) - share if count else 3 / n
+        rare = min(count, samples.measured - count) / samples.measured
+        error = (rare + _more(rare * n * (1 - rare)) / n) / (1 + Z * Z / n) - rare if rare else min(3 / n, 1.0)
     return {"samples": count, "share": share, "error": error}
 
 
@@ -239,7 +233,7 @@ def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping
         **_counted(samples, count),
         "samples": round(count * samples.total / samples.measured),
         "tokens": round(int(own.sum()) * samples.total / samples.measured),
-        "tokens_error": mean_error(samples, np.concatenate([own, absent])) * samples.total,
+        "tokens_error": ratio(samples, np.append(own, absent), np.ones(samples.measured))[1] * samples.total,
     }
     figures = {"token_share": (own, tokens, most), "mean_tokens": (own, members, None)}
     if "targets" in samples.columns:
@@ -248,48 +242,6 @@ def _group(samples: StatsSamples, name: str, members: np.ndarray, drops: Mapping
         group[figure], group[f"{figure}_error"] = ratio(samples, part, of, most=largest)
     group["dropped"] = round(sum(drops.values()) * samples.total / samples.measured)
     return group
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """What rows of a run hold: `limits` of a row, the samples that fit one and the pieces of others (`kept`), which of
-    the N samples are `too_long` and which are `over` another limit, tokens of each that no row has (`lost`), and how
-    many samples and pieces are dropped (`drops`)."""
-
-    run: RunConfig
-    limits: PackLimits
-    kept: Samples
-    too_long: np.ndarray
-    over: np.ndarray
-    lost: np.ndarray
-    drops: int
-
-
-def _rows_of(samples: StatsSamples, run: RunConfig) -> _Rows:
-    """Raises `ConfigError`, `UserError`: no row has this length, or samples have to be cut and cannot."""
-    row, sizes, kind = run.packing.seq_length, _sizes(samples), kind_of_config(run)
-    check_multiple("seq_length", row, run.parallel.multiple)
-    limits = row_limits(run.packing, row, run.parallel.multiple, samples.family)
-    if run.packing.dummy_image:
-        limits = kind.task_encoder(run).limits
-    fits = holds(limits, sizes)
-    whole = np.flatnonzero(fits)
-    kept = Samples(source=whole, piece=np.full(whole.size, -1, dtype=np.int16), sizes=sizes.take(whole))
-    over, drops = np.flatnonzero(~fits), int((~fits).sum())
-    if over.size and kind.changes_samples(run) and sizes.text_tokens is None and samples.remeasure is not None:
-        if not run.encoder.processor:
-            raise UserError(
-                f"packing.oversize={run.packing.oversize} or encoder.limits changes {over.size} samples, which needs a "
-                "processor; give --config, or --set encoder.processor=path/or/name."
-            )
-        found = zip(over.tolist(), samples.remeasure(run, over), strict=True)
-        made = [(at, number, size) for at, each in found for number, size in each.items()]
-        good = [(at, number, size) for at, number, size in made if isinstance(size, Size) and limits.holds(size)]
-        kept, drops = joined(kept, good), len(made) - len(good)
-    held = np.bincount(kept.source, kept.sizes.tokens, len(sizes))
-    too_long = np.asarray(limits.too_long(sizes))
-    lost = np.maximum(samples.tokens - held, 0)
-    return _Rows(run=run, limits=limits, kept=kept, too_long=too_long, over=~fits & ~too_long, lost=lost, drops=drops)
 
 
 def packings(
@@ -312,8 +264,9 @@ def packings(
         Settings; ``too_long`` and ``over_limit``, samples that fit no row as they are; ``lost``, the share of tokens
         that no row has; ``fill``, ``alignment`` and ``tail``, shares of all tokens of all rows in a run that repeats
         its data; ``packs`` and ``steps`` of an epoch of it; ``end_packs``, how many more there are where an epoch ends
-        and all readers pack what they hold, and ``end_fill``, the fill of such an epoch (the run's own row only). Each
-        has an error, such as ``fill_error``: half the width of its 95 % interval. ``fills``: of each replicate.
+        and all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half
+        the width of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has.
+        ``fills``: of each replicate; ``part``: how much of their variance the error of drawing is.
 
     Raises:
         ConfigError: a ``seq_length`` is not a multiple of the alignment.
@@ -324,10 +277,10 @@ def packings(
         parallel = ParallelConfig(tensor_parallel=multiple, sequence_parallel=True)
         parallel = run.parallel if multiple == own[1] else parallel
         packing = dataclasses.replace(run.packing, seq_length=row)
-        rows = _rows_of(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
+        dealt = _Dealt(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
         for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), None):
             is_own = (row, multiple, window) == (*own, run.packing.window)
-            yield _packed(samples, rows, window, ranks if is_own else 0, seed)
+            yield _packed(samples, dealt, window, ranks if is_own else 0, seed)
 
 
 def planned_packing(planned: Mapping[str, float], run: RunConfig) -> dict[str, Any]:
@@ -366,18 +319,20 @@ def recommendation(
         chosen = next(good, best)
     plan = next(row for row in same if row["window"] is None)
     even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
-    oversize, row = run.packing.oversize, best["seq_length"]
-    clips = "text_tokens" in samples.columns  # nothing splits one
-    loses = best["lost"] > NEGLIGIBLE_LOSS and not clips
-    parted, longer = best["lost"], row
-    if loses and oversize != "split" and samples.remeasure is not None and run.encoder.processor:
+    oversize, row, sizes = run.packing.oversize, best["seq_length"], _sizes(samples)
+    loses, parted, longer = best["lost"] > NEGLIGIBLE_LOSS, best["lost"], row
+    # Those of an index may be many, and its data elsewhere.
+    if loses and oversize != "split" and samples.kind == "data set" and 0 < own["dropped"] <= STREAM:
         packing = dataclasses.replace(run.packing, oversize="split", seq_length=row)
-        parted = float(_rows_of(samples, dataclasses.replace(run, packing=packing)).lost.sum() / samples.tokens.sum())
-    while loses and longer < LONGEST_ROW and _dropped_share(samples, run, longer) > NEGLIGIBLE_LOSS:
+        parted = _Dealt(samples, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
+    share = best["lost"]
+    while loses and share > NEGLIGIBLE_LOSS and longer < LONGEST_ROW:
         longer *= 2
+        too_long = row_limits(run.packing, longer, run.parallel.multiple, samples.family).too_long(sizes)
+        share = float(samples.tokens[too_long].sum() / samples.tokens.sum())
     splits = parted < best["lost"] / 2
     drops, read = unwished(samples.dropped, samples.measured)
-    dropped = (drops.total() + own["dropped"]) / max(read, 1)
+    gone, read = drops.total() + own["dropped"], read - len(sizes) + own["read"]
     balances = ordered > even + 0.02 and run.packing.balance_window == 1
     helps = "helps" if chosen["fill"] >= HELPS * chosen["padded"] else "hardly helps"
     settings = {
@@ -396,12 +351,14 @@ def recommendation(
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
         f"{_percent(best, 'lost')} of the tokens are in no row; "
-        + (f"rows of {longer} tokens hold their samples whole." if longer > row else "limits leave them out."): loses,
+        + (f"rows of {longer} would lose {share:.2%}." if longer > row else "limits leave them out."): loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
-        f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget={run.packing.drop_budget:g} "
-        "allows: the run would stop. Correct the data or raise the budget.": dropped > run.packing.drop_budget,
+        f"{gone / max(read, 1):.1%} of the samples would be dropped, more than packing.drop_budget="
+        f"{run.packing.drop_budget:g} allows: the run would stop. Correct the data or raise the budget.": (
+            over_budget(gone, read, run.packing.drop_budget, looks=not samples.whole)
+        ),
         f"A plan (`energon-packing plan`) fills rows to {_percent(plan, 'fill')}, since it sees all samples at once.": (
             plan["fill"] > chosen["fill"] + 2 * NEGLIGIBLE_FILL and _is_fuller(plan, chosen)
         ),
@@ -410,7 +367,7 @@ def recommendation(
             samples.family in MOST_PATCHES and run.packing.max_patches_per_pack is None
         ),
         f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {ranks} ranks would compute for {even:.1%} "
-        f"of a step; with packs sorted by cost it is {ordered:.1%}.": balances,
+        f"of a step of a pack each; with packs sorted by cost it is {ordered:.1%}.": balances,
     }
     return {
         "settings": {name: value for name, value in settings.items() if value is not None},
@@ -428,12 +385,7 @@ def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     if len(row["fills"]) != len(other["fills"]):
         return bool(row["fill"] - other["fill"] > math.hypot(row["fill_error"], other["fill_error"]))
     more = np.subtract(row["fills"], other["fills"])
-    return bool(more.mean() > STUDENT * more.std(ddof=more.size > 1) / math.sqrt(more.size))
-
-
-def _dropped_share(samples: StatsSamples, run: RunConfig, row: int) -> float:
-    limits = row_limits(run.packing, row, run.parallel.multiple, samples.family)
-    return float(samples.tokens[limits.too_long(_sizes(samples))].sum() / samples.tokens.sum())
+    return bool(more.mean() > STUDENT * more.std(ddof=more.size > 1) * math.sqrt(row["part"] + 1 / more.size))
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -454,25 +406,20 @@ def _sizes(samples: StatsSamples) -> Sizes:
     return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
 
 
-def _packed(samples: StatsSamples, rows: _Rows, window: int | None, ranks: int, seed: int) -> dict[str, Any]:
-    run, limits, kept = rows.run, rows.limits, rows.kept
-    scale = samples.total / samples.measured
-    lost, lost_error = ratio(samples, rows.lost, samples.tokens, most=2 * limits.tokens)
+def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: int, seed: int) -> dict[str, Any]:
+    run, kept, scale = dealt.run, dealt.kept, samples.total / samples.measured
+    lost, lost_error = dealt.lost_share(samples)
     found: dict[str, Any] = {
-        "seq_length": run.packing.seq_length,
-        "multiple": limits.multiple,
-        "window": window,
-        "lost": lost,
-        "lost_error": lost_error,
-        "dropped": rows.drops,
+        **{"seq_length": run.packing.seq_length, "multiple": dealt.limits.multiple, "window": window},
+        **{"lost": lost, "lost_error": lost_error, "dropped": dealt.drops, "read": len(kept) + dealt.drops},
     }
-    for name, which in (("too_long", rows.too_long), ("over_limit", rows.over)):
+    for name, which in (("too_long", dealt.too_long), ("over_limit", dealt.over)):
         counted = _counted(samples, int(which.sum()))
         found |= {name: round(counted["samples"] * scale), f"{name}_error": counted["error"] * samples.total}
-    names = ("fill", "alignment", "tail", "packs", "samples_per_pack", "padded", "alone")
+    names = ("fill", "alignment", "tail", "packs", "padded", "alone")
     if not len(kept):
-        return found | dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps"), 0) | {"fills": []}
-    dealt = _Dealt(samples, rows)
+        nothing = dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps", "steps_error", "part"), 0)
+        return found | nothing | {"fills": []}
     whole = samples.whole and dealt.alike and (samples.measured <= STREAM or (window is None and len(kept) <= PLANNED))
     every = whole and window is None
     made = [*dealt.replicates(window, whole, seed)]
@@ -490,16 +437,16 @@ def _packed(samples: StatsSamples, rows: _Rows, window: int | None, ranks: int, 
     spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN) + last
     for name, value, error in zip(names, figures.mean(axis=0).tolist(), spread.tolist(), strict=True):
         found |= {name: value, f"{name}_error": error}
-    found |= {"packs": round(found["packs"]), "fills": figures[:, 0].tolist()}
+    found |= {"packs": round(found["packs"]), "fills": figures[:, 0].tolist(), "part": part}
     cost = np.concatenate([cost for _, cost in made])
     for name in ("", "_error"):
         found[f"steps{name}"] = found[f"packs{name}"] / run.training.global_batch_size
     if ranks:
-        room, readers = found["fill"] * run.packing.seq_length, ranks * max(run.data.workers, 1)
-        more = [dealt.at_the_end(run.packing.window, readers, room, [seed, at]) for at in range(REPLICATES // 3)]
-        packs, error = readers * float(np.mean(more)), STUDENT * float(np.std(more)) * math.sqrt(readers)
-        filled = found["fill"] * found["packs"] / (found["packs"] + packs)
-        found |= {"end_packs": round(packs), "end_packs_error": error, "end_fill": filled}
+        room = found["fill"] * run.packing.seq_length
+        readers = min(ranks * max(run.data.workers, 1), max(round(dealt.epoch), 1))
+        more = [dealt.at_the_end(run.packing.window, readers, room, [seed, at]) for at in range(REPLICATES)]
+        error = STUDENT * float(np.std(more, ddof=1)) * math.sqrt(readers * (1 + readers / REPLICATES))
+        found |= {"end_packs": max(round(readers * float(np.mean(more))), 0), "end_packs_error": error}
     if ranks > 1:
         for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
             in_turn: Order = "none" if size == 1 else "serpentine"
@@ -509,11 +456,45 @@ def _packed(samples: StatsSamples, rows: _Rows, window: int | None, ranks: int, 
 
 
 class _Dealt:
-    """Streams of the samples of `rows` as a run reads them: in random order, by the weights of their data sets."""
+    """What rows of a run hold, and streams of it as the run reads them: in random order, by the weights of the data
+    sets.
 
-    def __init__(self, samples: StatsSamples, rows: _Rows) -> None:
-        self.rows, self.tokens_of, measured = rows, rows.kept.sizes.tokens, samples.measured
-        self.pieces = np.bincount(rows.kept.source, minlength=measured)  # dropped samples are last, and have none
+    Attributes:
+        limits: of a row.
+        kept: the samples that fit one, and the pieces of others.
+        too_long, over: which of the N samples are too long for a row, and which are over another limit of it.
+        lost: ``[N]``, tokens of each that no row has.
+        drops: samples and pieces that are dropped.
+    """
+
+    def __init__(self, samples: StatsSamples, run: RunConfig) -> None:
+        """Raises `ConfigError`, `UserError`: no row has this length, or samples have to be cut and cannot."""
+        row, sizes, kind, measured = run.packing.seq_length, _sizes(samples), kind_of_config(run), samples.measured
+        check_multiple("seq_length", row, run.parallel.multiple)
+        limits = row_limits(run.packing, row, run.parallel.multiple, samples.family)
+        if run.packing.dummy_image:
+            limits = kind.task_encoder(run).limits
+        self.run, self.limits = run, dataclasses.replace(limits, padded_pixels=None)
+        fits = holds(self.limits, sizes)
+        whole, over = np.flatnonzero(fits), np.flatnonzero(~fits)
+        kept = Samples(source=whole, piece=np.full(whole.size, -1, dtype=np.int16), sizes=sizes.take(whole))
+        self.drops = over.size
+        if over.size and kind.changes_samples(run) and samples.remeasure is not None:
+            if not run.encoder.processor:
+                raise UserError(
+                    f"packing.oversize={run.packing.oversize} or encoder.limits changes {over.size} samples, which "
+                    "needs a processor; give --config, or --set encoder.processor=path/or/name."
+                )
+            found = zip(over.tolist(), samples.remeasure(run, over), strict=True)
+            made = [(at, number, size) for at, each in found for number, size in each.items()]
+            sized = [(at, number, size) for at, number, size in made if isinstance(size, Size)]
+            good = [each for each in sized if self.limits.holds(each[2])]
+            kept, self.drops = joined(kept, good), len(made) - len(good)
+        self.kept, self.tokens_of = kept, kept.sizes.tokens
+        self.lost = np.maximum(samples.tokens - np.bincount(kept.source, self.tokens_of, len(sizes)), 0)
+        self.too_long = np.asarray(self.limits.too_long(sizes))
+        self.over = ~fits & ~self.too_long
+        self.pieces = np.bincount(kept.source, minlength=measured)  # dropped samples are last, and have none
         self.starts = np.cumsum(self.pieces) - self.pieces
         drops = [np.full(sum(each.values()), number) for number, each in enumerate(samples.drops)]
         dataset = np.concatenate([samples.dataset, *drops]).astype(np.int64)
@@ -522,9 +503,14 @@ class _Dealt:
         self.share = (mix / np.maximum(np.bincount(of, minlength=mix.size), 1))[of]
         self.epoch = float(mix.sum())
         self.alike = bool(np.ptp(self.share) < 1e-9 * self.share.max())
-        self.tokens = float(np.bincount(rows.kept.source, self.tokens_of, measured) @ self.share)
-        self.drawn = max(1, min(measured, int(STREAM * measured / max(rows.kept.source.size, measured))))
+        self.tokens = float(np.bincount(kept.source, self.tokens_of, measured) @ self.share)
+        self.drawn = max(1, min(measured, int(STREAM * measured / max(len(kept), measured))))
         self.share /= self.share.sum()
+
+    def lost_share(self, samples: StatsSamples) -> tuple[float, float]:
+        """Share of the tokens read that no row has, and its error."""
+        often = self.share[: samples.tokens.size] * samples.measured
+        return ratio(samples, self.lost * often, samples.tokens * often, most=2 * self.limits.tokens)
 
     def _stream(self, random: np.random.Generator, drawn: np.ndarray, least: int) -> np.ndarray:
         """Numbers of pieces of the samples `drawn`, in random order, `least` or more; those of one are neighbours."""
@@ -534,13 +520,13 @@ class _Dealt:
         return np.repeat(self.starts[numbers] - np.cumsum(count) + count, count) + np.arange(count.sum())
 
     def replicates(self, window: int | None, whole: bool, seed: int) -> Iterator[tuple[list[float], np.ndarray]]:
-        """Of each fill, alignment, tail, packs per sample, samples per pack, the fill of padded micro-batches, and that
-        of rows of one sample; and the cost of each pack.
+        """Of each fill, alignment, tail, packs per sample, and the fill of padded micro-batches and of rows of one sample;
+        and the cost of each pack.
 
         Each goes on with what the one before still held: a window that begins empty has too good a choice until several
         times its samples have passed (rows of halves: 97 % full at first, 87 % in the end).
         """
-        row, limits, held = self.rows.run.packing.seq_length, self.rows.limits, np.arange(0)
+        row, limits, held = self.run.packing.seq_length, self.limits, np.arange(0)
         for number in range(1 if whole and window is None else REPLICATES):
             random = np.random.default_rng([seed, number])
             drawn = np.arange(self.share.size) if whole else random.choice(self.share.size, self.drawn, p=self.share)
@@ -551,7 +537,7 @@ class _Dealt:
             if window is not None:
                 least = max(tokens.size, STREAM // 4) + passing + window - held.size
                 stream = np.append(held, self._stream(random, drawn, least))
-            sizes = self.rows.kept.sizes.take(stream)
+            sizes = self.kept.sizes.take(stream)
             packs = [*self._packs(sizes, window, steady=True)]
             held = np.delete(stream, np.concatenate(packs)) if packs else held
             if window is not None:
@@ -568,7 +554,7 @@ class _Dealt:
             padded = float(several.sum() / (PADDED * several.max(axis=1).sum()))
             shares = _shares(int(sizes.tokens[order].sum()), aligned, len(packs) * row)
             need = float(tokens.sum()) / drawn.size / (row * shares["fill"])
-            yield [*shares.values(), need, order.size / len(packs), padded, float(tokens.mean()) / row], cost
+            yield [*shares.values(), need, padded, float(tokens.mean()) / row], cost
 
     def at_the_end(self, window: int, readers: int, room: float, seed: Sequence[int]) -> float:
         """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""
@@ -576,13 +562,13 @@ class _Dealt:
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
         again = bool(np.count_nonzero(self.share) < own)
         drawn = random.choice(self.share.size, own, again, self.share)
-        sizes = self.rows.kept.sizes.take(self._stream(random, drawn, 1))
+        sizes = self.kept.sizes.take(self._stream(random, drawn, 1))
         packs = len([*self._packs(sizes, window, steady=False)]) if len(sizes) else 0
         return packs - float(sizes.tokens.sum()) / room
 
     def _packs(self, sizes: Sizes, window: int | None, *, steady: bool) -> Iterator[np.ndarray]:
         """Packs of a stream in turn; if `steady`, those made before it has ended."""
-        limits, packing = self.rows.limits, self.rows.run.packing
+        limits, packing = self.limits, self.run.packing
         units: Any = limits.length_units(sizes)
         columns = costs(limits, sizes)
         if window is None:

@@ -21,7 +21,7 @@ def number(value: float, error: float = 0) -> str:
             text = f"{value / unit:.3g}" if abs(value) < 100 * unit else f"{value / unit:,.0f}"
             return f"{text}{suffix}" + (f" \u00b1{error / unit:.2g}{suffix}" if error else "")
     text = f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
-    return text + (f" \u00b1{error:,.2g}" if error else "")
+    return text + (f" \u00b1{error:,.0f}" if error >= 100 else f" \u00b1{error:.2g}" if error else "")
 
 
 def share(value: float, error: float = 0) -> str:
@@ -97,7 +97,7 @@ def own_sentence(report: Mapping[str, Any]) -> str:
     if not row["fill"]:
         return sentence + "No sample fits a row."
     over = " and ".join(
-        f"{with_error(row, name, number)} {told}"
+        (with_error(row, name, number) if row[name] else f"at most {number(row[f'{name}_error'])}") + f" {told}"
         for name, told in (("too_long", "samples are longer than a row"), ("over_limit", "over a limit of it"))
         if row[name] or row[f"{name}_error"]
     )
@@ -177,8 +177,8 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 
 
 def _packing(report: Mapping[str, Any]) -> str:
-    if report["plan"]:
-        return "".join(f"<p>{escaped(sentence)}</p>" for sentence in plan_sentences(report["plan"]))
+    if not report["packing"]:
+        return "".join(f"<p>{escaped(each)}</p>" for each in (plan_sentences(report["plan"]) if report["plan"] else ()))
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows of a run that repeats its data. Lost is the "
         f"share of tokens in no row. Packs of a step: {report['global_batch_size']}."

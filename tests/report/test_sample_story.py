@@ -137,8 +137,13 @@ def blend(demo_data, tmp_path_factory):
     path = tmp_path_factory.mktemp("blend") / "blend.yaml"
     words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     path.write_text(json.dumps({**words, "splits": splits}))
-    names = [{name for tar in root.rglob("*.tar") for name in tarfile.open(tar).getnames()} for root in (a, b, c)]
-    return path, {name.removesuffix(".json") for name in set.intersection(*names) if name.endswith(".json")}
+    keys = []
+    for root in (a, b, c):
+        keys.append(set())
+        for file in root.rglob("*.tar"):
+            with tarfile.open(file) as tar:
+                keys[-1] |= {name.removesuffix(".json") for name in tar.getnames() if name.endswith(".json")}
+    return path, set.intersection(*keys)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -257,7 +257,8 @@ def packings(
     """Packs the samples as the run does, and under every combination of other settings.
 
     Args:
-        windows: samples held online, besides the run's; a whole-list plan is added to each combination.
+        windows: samples held online, besides the run's; a plan is added to each combination where all samples were
+            measured and each is read as often: of a part, nobody knows how full the rows of all are.
         ranks: that share the data; each has ``data.workers`` readers.
 
     Yields:
@@ -278,7 +279,8 @@ def packings(
         parallel = run.parallel if multiple == own[1] else parallel
         packing = dataclasses.replace(run.packing, seq_length=row)
         dealt = _Dealt(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
-        for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), None):
+        planned = [None] if samples.whole and dealt.alike and len(dealt.kept) <= PLANNED else []
+        for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), *planned):
             is_own = (row, multiple, window) == (*own, run.packing.window)
             yield _packed(samples, dealt, window, ranks if is_own else 0, seed)
 
@@ -317,7 +319,7 @@ def recommendation(
     if top > best["fill"] + NEGLIGIBLE_FILL:
         good = (row for row in online if row["fill"] >= top - NEGLIGIBLE_FILL and _is_fuller(row, best))
         chosen = next(good, best)
-    plan = next(row for row in same if row["window"] is None)
+    plan = next((row for row in same if row["window"] is None), best)
     even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
     oversize, row, sizes = run.packing.oversize, best["seq_length"], _sizes(samples)
     loses, parted, longer = best["lost"] > NEGLIGIBLE_LOSS, best["lost"], row
@@ -420,21 +422,17 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
     if not len(kept):
         nothing = dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps", "steps_error", "part"), 0)
         return found | nothing | {"fills": []}
-    whole = samples.whole and dealt.alike and (samples.measured <= STREAM or (window is None and len(kept) <= PLANNED))
-    every = whole and window is None
+    every = window is None
+    whole = every or (samples.whole and dealt.alike and samples.measured <= STREAM)
     made = [*dealt.replicates(window, whole, seed)]
     figures = np.array([each for each, _ in made])
     figures[:, 3] *= dealt.epoch
-    # Of the last row of a plan, half is left, and nobody knows which half.
-    last = 0.0 if window is not None or every else 0.5 / max(float(figures[:, 3].mean()), 1.0)
-    figures[:, 2] += last * figures[:, 0]
-    figures[:, 0] *= 1 - last
     if samples.whole:  # how many tokens there are is known
         figures[:, 3] = dealt.tokens / (figures[:, 0] * run.packing.seq_length)
     # A replicate has as many samples as were measured, or as a stream has.
     part = min(1.0, dealt.drawn / samples.measured) * (1 - samples.measured / samples.total)
     spread = STUDENT * figures.std(axis=0, ddof=len(made) > 1) * math.sqrt(part + 1 / len(made)) * (not every)
-    spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN) + last
+    spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN)
     for name, value, error in zip(names, figures.mean(axis=0).tolist(), spread.tolist(), strict=True):
         found |= {name: value, f"{name}_error": error}
     found |= {"packs": round(found["packs"]), "fills": figures[:, 0].tolist(), "part": part}
@@ -520,31 +518,29 @@ class _Dealt:
         return np.repeat(self.starts[numbers] - np.cumsum(count) + count, count) + np.arange(count.sum())
 
     def replicates(self, window: int | None, whole: bool, seed: int) -> Iterator[tuple[list[float], np.ndarray]]:
-        """Of each fill, alignment, tail, packs per sample, and the fill of padded micro-batches and of rows of one sample;
-        and the cost of each pack.
+        """Of each fill, alignment, tail, packs per sample, and the fill of padded micro-batches and of rows of one
+        sample; and the cost of each pack. Without a window, of a plan of all.
 
         Each goes on with what the one before still held: a window that begins empty has too good a choice until several
         times its samples have passed (rows of halves: 97 % full at first, 87 % in the end).
         """
         row, limits, held = self.run.packing.seq_length, self.limits, np.arange(0)
-        for number in range(1 if whole and window is None else REPLICATES):
+        for number in range(REPLICATES if window else 1):
             random = np.random.default_rng([seed, number])
             drawn = np.arange(self.share.size) if whole else random.choice(self.share.size, self.drawn, p=self.share)
             if not self.pieces[drawn].any():  # of very few
                 drawn = np.arange(self.share.size)
             stream = self._stream(random, drawn, 1)
             tokens, passing = self.tokens_of[stream], (window or 0) * (1 if number else SETTLED)
-            if window is not None:
+            if window:
                 least = max(tokens.size, STREAM // 4) + passing + window - held.size
                 stream = np.append(held, self._stream(random, drawn, least))
             sizes = self.kept.sizes.take(stream)
             packs = [*self._packs(sizes, window, steady=True)]
             held = np.delete(stream, np.concatenate(packs)) if packs else held
-            if window is not None:
+            if window:
                 ends = np.cumsum([len(pack) for pack in packs])
                 packs = packs[np.searchsorted(ends, passing) + 1 :] or packs
-            elif not whole and len(packs) > 1:  # a longer list has one such row, too
-                packs.pop(int(np.argmin([sizes.tokens[pack].sum() for pack in packs])))
             order = np.concatenate(packs)
             of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
             cost = np.bincount(of_pack, sizes.cost[order].astype(np.float64))

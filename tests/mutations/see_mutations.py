@@ -311,7 +311,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         name="samples with too many images are counted as too long",
         test=FORETOLD + "[images]",
         oracle="the ledger of the run",
-        edits=(("report/stats.py", '("too_long", rows.too_long)', '("too_long", rows.too_long | rows.over)'),),
+        edits=(("report/stats.py", '("too_long", dealt.too_long)', '("too_long", dealt.too_long | dealt.over)'),),
     ),
     Mutation(
         trap=229,

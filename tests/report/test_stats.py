@@ -1,5 +1,6 @@
 """Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -231,6 +232,19 @@ def test_95_of_100_intervals_hold_the_truth():
         drops = found["drops"][0] if found["drops"] else {"share": 0.0, "error": 1.0}
         hits["drops"] += abs(drops["share"] - truth["drops"]) <= drops["error"]
     assert all(0.89 <= count / 200 <= 0.99 for count in hits.values()), hits
+
+
+def test_nearly_all_and_all_of_what_was_measured_are_not_all_that_there_are():
+    rows, hits = [*[row(90)] * 2940, *[row(90, images=1)] * 60], 0
+    for seed in range(200):
+        text = statistics(drawn(rows, 100, seed))["modalities"][0]
+        hits += abs(text["share"] - 0.98) <= text["error"] > 0
+    assert hits / 200 >= 0.89
+    part = dataclasses.replace(drawn(rows, 100, 0), datasets=("a", "b"), measured=101, drops=({}, {"bad_record": 1}))
+    own, other = statistics(part)["datasets"]
+    assert 0.9 < own["share"] <= 1 < own["share"] + own["error"] + 0.01
+    errors = [value for name, value in other.items() if "error" in name]
+    assert all(0 <= error <= 1 for error in errors), "of a data set of which no sample could be used"
 
 
 def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():

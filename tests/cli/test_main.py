@@ -121,7 +121,7 @@ def test_a_reader_that_leaves_early_sees_no_error_and_no_failed_check(how: str) 
         "m.cli.main(['talk'])\n"
     )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
+    process = subprocess.Popen([sys.executable, "-Pc", program], text=True, **pipes)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

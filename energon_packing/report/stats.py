@@ -379,7 +379,11 @@ def recommendation(
 
 def _percent(row: Mapping[str, Any], name: str) -> str:
     error = row[f"{name}_error"]
-    return f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
+    return (
+        f"at most {error:.2%}"
+        if error and not row[name]
+        else f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
+    )
 
 
 def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

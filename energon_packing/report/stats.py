@@ -421,7 +421,7 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
     }
     for name, which in (("too_long", dealt.too_long), ("over_limit", dealt.over)):
         counted = _counted(samples, int(which.sum()))
-        found |= {name: round(counted["samples"] * scale), f"{name}_error": counted["error"] * samples.total}
+        found |= {name: round(counted["samples"] * scale), f"{name}_error": math.ceil(counted["error"] * samples.total)}
     names = ("fill", "alignment", "tail", "packs", "padded", "alone")
     if not len(kept):
         nothing = dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps", "steps_error", "part"), 0)

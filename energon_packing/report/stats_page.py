@@ -98,14 +98,18 @@ def own_sentence(report: Mapping[str, Any]) -> str:
         return sentence + "No sample fits a row."
     over = " and ".join(
         (with_error(row, name, number) if row[name] else f"at most {number(row[f'{name}_error'])}") + f" {told}"
-        for name, told in (("too_long", "samples are longer than a row"), ("over_limit", "over a limit of it"))
+        for name, told in (("too_long", "longer than a row"), ("over_limit", "over a limit of it"))
         if row[name] or row[f"{name}_error"]
     )
     return (
         f"{sentence}Rows are {with_error(row, 'fill', share)} full while it repeats its data; the rest is alignment "
         f"({with_error(row, 'alignment', share)}) and tails ({with_error(row, 'tail', share)}). An epoch that ends "
         f"(data.repeat: false) has {with_error(row, 'end_packs', number)} packs more at its end. "
-        + (f"{over}; {with_error(row, 'lost', share)} of the tokens are in no row." if over else "Every sample fits.")
+        + (
+            f"Samples: {over}; {with_error(row, 'lost', share)} of the tokens in no row."
+            if over
+            else "Every sample fits."
+        )
     )
 
 

@@ -344,6 +344,9 @@ class PackProvider(DatasetProvider):
     _run = None
     """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""
 
+    _evaluation_groups = None
+    """Process groups of an evaluation with another layout, see `evaluate_on`; not a setting either."""
+
     @abstractmethod
     def run_config(self, parallel: ParallelConfig) -> Any:
         """Returns the same settings as our own frozen configuration. Raises `ConfigError`: a value that cannot work."""
@@ -442,6 +445,15 @@ class PackProvider(DatasetProvider):
         """
         self._run = container
 
+    def evaluate_on(self, groups: Any) -> None:
+        """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
+
+        Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
+        which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
+        on every rank.
+        """
+        self._evaluation_groups = groups
+
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
         """Returns the endless training and validation iterators of this rank; a collective call, as in Bridge's
         ``setup``. Ranks of one replica get the same packs, and so does each evaluation.
@@ -473,12 +485,15 @@ class PackProvider(DatasetProvider):
             train.restore_together(read)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
+            if (groups := self._evaluation_groups) is not None:
+                replica = Replica.of(groups)
             split = self.validation_split
             data = replace(config.data, workers=workers, path=self.validation_path or config.data.path, split=split)
             # Metrics are of the training.
             config = ledger_apart(replace(config, data=data, metrics=MetricsConfig()), "validation")
-            evaluation = self._packs_of_evaluation(context.pg_collection, context.valid_samples)
-            validation = self._iterator(config, context.pg_collection, replica, split=split, evaluation=evaluation)
+            groups = groups or context.pg_collection
+            evaluation = self._packs_of_evaluation(groups, context.valid_samples)
+            validation = self._iterator(config, groups, replica, split=split, evaluation=evaluation)
         return train, validation, None
 
     def _packs_of_evaluation(self, groups: Any, samples: int) -> int:

@@ -379,11 +379,9 @@ def recommendation(
 
 def _percent(row: Mapping[str, Any], name: str) -> str:
     error = row[f"{name}_error"]
-    return (
-        f"at most {error:.2%}"
-        if error and not row[name]
-        else f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
-    )
+    if error and not row[name]:
+        return f"at most {error:.2%}"
+    return f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
 
 
 def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -450,10 +448,10 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
         error = STUDENT * float(np.std(more, ddof=1)) * math.sqrt(readers * (1 + readers / REPLICATES))
         found |= {"end_packs": max(round(readers * float(np.mean(more))), 0), "end_packs_error": error}
     if ranks > 1:
-        for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
-            in_turn: Order = "none" if size == 1 else "serpentine"
-            steps = simulate_steps(cost, ranks=ranks, window=size, order=in_turn, seed=seed)
-            found[name] = round(steps.efficiency, 4)
+        turns: tuple[tuple[str, int, Order], ...] = ("", 1, "none"), ("sorted_", BALANCE_WINDOW, "serpentine")
+        for name, size, order in turns:
+            steps = simulate_steps(cost, ranks=ranks, window=size, order=order, seed=seed)
+            found[f"{name}efficiency"] = round(steps.efficiency, 4)
     return found
 
 

@@ -101,16 +101,12 @@ def own_sentence(report: Mapping[str, Any]) -> str:
         for name, told in (("too_long", "longer than a row"), ("over_limit", "over a limit of it"))
         if row[name] or row[f"{name}_error"]
     )
+    lost = f"Samples: {over}; {with_error(row, 'lost', share)} of the tokens in no row."
     return (
         f"{sentence}Rows are {with_error(row, 'fill', share)} full while it repeats its data; the rest is alignment "
         f"({with_error(row, 'alignment', share)}) and tails ({with_error(row, 'tail', share)}). An epoch that ends "
         f"(data.repeat: false) has {with_error(row, 'end_packs', number)} packs more at its end. "
-        + (
-            f"Samples: {over}; {with_error(row, 'lost', share)} of the tokens in no row."
-            if over
-            else "Every sample fits."
-        )
-    )
+    ) + (lost if over else "Every sample fits.")
 
 
 def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """How good a packing is: fill, padding by cause, delay, samples held, spread of cost; and what no packer can beat."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,10 +86,6 @@ class PackStatistics:
             cost_spread=float(cost.std() / cost.mean()),
             cost_max_over_mean=float(cost.max() / cost.mean()),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers by name."""
-        return asdict(self)
 
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:

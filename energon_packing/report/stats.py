@@ -82,19 +82,18 @@ def stats_report(
         nothing = "What a plan drops is not in it; `energon-packing stats INDEX` compares settings."
     elif "text_tokens" in samples.columns:
         nothing = "Rows of clips have limits of their own; `energon-packing plan` makes them."
-    choices: dict[str, Any] = {"seq_lengths": seq_lengths, "multiples": multiples}
-    choices["windows"] = windows or (WINDOWS if run.packing.policy == "window" else ())  # others take minutes
+    windows = windows or (WINDOWS if run.packing.policy == "window" else ())  # others take minutes
+    choices: dict[str, Any] = {"seq_lengths": seq_lengths, "multiples": multiples, "windows": windows}
     compared = [] if nothing else [*packings(samples, run, **choices, ranks=ranks, seed=seed)]
+    advice = {"settings": {}, "reasons": [nothing]} if nothing else recommendation(samples, run, compared, ranks)
     weights = samples.mix is not None
     return {
         **statistics(samples),
         "global_batch_size": run.training.global_batch_size,
         "run": {"oversize": run.packing.oversize, "ranks": ranks, "workers": run.data.workers, "weights": weights},
-        "plan": planned_packing(samples.planned, run) if samples.planned else None,
+        "plan": planned_packing(samples.planned) if samples.planned else None,
         "packing": [{name: value for name, value in row.items() if name not in ("fills", "part")} for row in compared],
-        "recommendation": {"settings": {}, "reasons": [nothing]}
-        if nothing
-        else recommendation(samples, run, compared, ranks),
+        "recommendation": advice,
     }
 
 
@@ -163,9 +162,7 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
         "mean_error": ratio(samples, array, np.ones(array.size))[1],
         **{f"p{mark}": float(value) for mark, value in zip(marks, np.percentile(array, marks), strict=True)},
         **{f"p{mark}_error": _mark_error(samples, array, mark) for mark in marks},
-        # Nobody knows the smallest and the largest of those that were not measured.
-        "smallest": float(array.min()) if samples.whole else None,
-        "largest": float(array.max()) if samples.whole else None,
+        "largest": float(array.max()) if samples.whole else None,  # of those not measured, nobody knows it
         "sum": float(array.sum()) * (samples.total / samples.measured),
         "sum_error": ratio(samples, all_of_them, np.ones(all_of_them.size))[1] * samples.total,
         "histogram": _histogram(samples, array),
@@ -285,13 +282,11 @@ def packings(
             yield _packed(samples, dealt, window, ranks if is_own else 0, seed)
 
 
-def planned_packing(planned: Mapping[str, float], run: RunConfig) -> dict[str, Any]:
-    """The packs that a plan has, of all of its epochs; ``steps`` are those of the run's batch, or else of the plan's
-    own, and ``dropped`` and ``read`` samples of an epoch, as ``packing.drop_budget`` counts them."""
-    of_run = run.training.global_batch_size
-    batch = int(planned["global_batch_size"]) if of_run == type(run.training)().global_batch_size else of_run
+def planned_packing(planned: Mapping[str, float]) -> dict[str, Any]:
+    """The packs that a plan has, of all of its epochs; ``steps`` are those of the batch that it was made with, and
+    ``dropped`` and ``read`` samples of an epoch, as ``packing.drop_budget`` counts them."""
     shares = _shares(planned["fill"], planned["aligned_fill"], 1)
-    return {**planned, **shares, "global_batch_size": batch, "steps": int(planned["packs"]) // batch}
+    return {**planned, **shares, "steps": int(planned["packs"]) // int(planned["global_batch_size"])}
 
 
 def _shares(tokens: float, aligned: float, room: float) -> dict[str, float]:
@@ -424,8 +419,7 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
     if not len(kept):
         nothing = dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps", "steps_error", "part"), 0)
         return found | nothing | {"fills": []}
-    every = window is None
-    whole = every or (samples.whole and dealt.alike and samples.measured <= STREAM)
+    whole = not window or (samples.whole and dealt.alike and samples.measured <= STREAM)
     made = [*dealt.replicates(window, whole, seed)]
     figures = np.array([each for each, _ in made])
     figures[:, 3] *= dealt.epoch
@@ -433,14 +427,13 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
         figures[:, 3] = dealt.tokens / (figures[:, 0] * run.packing.seq_length)
     # A replicate has as many samples as were measured, or as a stream has.
     part = min(1.0, dealt.drawn / samples.measured) * (1 - samples.measured / samples.total)
-    spread = STUDENT * figures.std(axis=0, ddof=len(made) > 1) * math.sqrt(part + 1 / len(made)) * (not every)
-    spread[:3] = np.maximum(spread[:3], 0 if every else SHOWN)
+    spread = STUDENT * figures.std(axis=0, ddof=len(made) > 1) * math.sqrt(part + 1 / len(made)) * bool(window)
+    spread[:3] = np.maximum(spread[:3], SHOWN if window else 0)
     for name, value, error in zip(names, figures.mean(axis=0).tolist(), spread.tolist(), strict=True):
         found |= {name: value, f"{name}_error": error}
     found |= {"packs": round(found["packs"]), "fills": figures[:, 0].tolist(), "part": part}
     cost = np.concatenate([cost for _, cost in made])
-    for name in ("", "_error"):
-        found[f"steps{name}"] = found[f"packs{name}"] / run.training.global_batch_size
+    found |= {f"steps{end}": found[f"packs{end}"] / run.training.global_batch_size for end in ("", "_error")}
     if ranks:
         room = found["fill"] * run.packing.seq_length
         readers = min(ranks * max(run.data.workers, 1), max(round(dealt.epoch), 1))
@@ -558,8 +551,7 @@ class _Dealt:
         """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""
         random = np.random.default_rng([*seed, 1])
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
-        again = bool(np.count_nonzero(self.share) < own)
-        drawn = random.choice(self.share.size, own, again, self.share)
+        drawn = random.choice(self.share.size, own, bool(np.count_nonzero(self.share) < own), self.share)
         sizes = self.kept.sizes.take(self._stream(random, drawn, 1))
         packs = len([*self._packs(sizes, window, steady=False)]) if len(sizes) else 0
         return packs - float(sizes.tokens.sum()) / room

@@ -88,7 +88,7 @@ def test_every_figure_is_that_of_the_rows(rows, samples):
         own = found["quantities"][name]
         assert own["mean"] == pytest.approx(plain.fmean(values))
         assert own["p50"] == pytest.approx(plain.median(values))
-        assert (own["smallest"], own["largest"]) == (min(values), max(values))
+        assert own["largest"] == max(values)
         assert (own["sum"], own["sum_error"]) == (pytest.approx(sum(values)), 0)
         for each in own["histogram"]:
             assert each["samples"] == sum(

@@ -156,13 +156,23 @@ def render_template(
     """Renders one conversation as ``apply_chat_template`` does, in the sandbox that transformers makes; see
     `TemplateRenderer.run`.
 
-    These are the functions that ``render_jinja_template`` calls (5.10 to 5.24), with the compiled template, which
-    transformers caches: the wrapper searches the template's text again for every conversation, which takes a tenth of
-    the time.
+    If transformers has the functions that ``render_jinja_template`` calls, under their names of 5.12, they are called
+    directly with the compiled template, which transformers caches: the wrapper searches the template's text again for
+    every conversation, which takes a tenth of the time.
     """
-    from transformers.utils.chat_template_utils import _compile_jinja_template, _render_with_assistant_indices
+    from transformers.utils import chat_template_utils
 
-    text, spans = _render_with_assistant_indices(
-        _compile_jinja_template(source), messages, tools, None, prompt, **special
+    tracked = getattr(chat_template_utils, "_render_with_assistant_indices", None)
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if tracked is not None and compiled is not None:
+        text, spans = tracked(compiled(source), messages, tools, None, prompt, **special)
+        return text, list(spans)
+    rendered, marked = chat_template_utils.render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=source,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=prompt,
+        **special,
     )
-    return text, list(spans)
+    return rendered[0], list(marked[0])

@@ -15,12 +15,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.nn import functional
 
-from energon_packing.errors import PackingError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.assembly import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
 
@@ -134,9 +134,9 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
 
 def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``. Raises
-    SampleRejected: ``wrong_shape`` if the latent does not divide into patches."""
+    PackingError: the latent does not divide into patches."""
     if len(shape) != 3 or 0 in shape or any(side % size for side, size in zip(shape, patch, strict=True)):
-        raise SampleRejected("wrong_shape", f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
     return frames, height, width
 
@@ -159,7 +159,7 @@ def pack_wan(
     """Lays videos side by side in one row, and their texts in another.
 
     Args:
-        samples: as rendered, in the order of the row; `clip_order` tells one that needs no filler.
+        samples: in the order of the row; `clip_order` tells one that needs no filler.
         multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
             ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
         capacity: limit on the row's patches, padding included; None sets no limit.
@@ -169,12 +169,23 @@ def pack_wan(
     filler of ``multiple`` patches and text tokens follows it. Rows of ``compat="bridge"`` have none.
 
     Raises:
-        PackingError: a row above ``capacity``.
+        ConfigError: a multiple below 1, an unknown ``compat``.
+        PackingError: an empty pack, a latent or text of a wrong shape, values that are not finite, a text longer than
+            `BRIDGE_TEXT_LENGTH` unless ``compat`` is ``"none"``, or a row above ``capacity``; by key.
     """
-    grids = [patch_grid(sample.latent.shape[1:], patch) for sample in samples]
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ConfigError(f"multiple must be a whole number of at least 1, not {multiple!r}")
+    if compat not in get_args(Compat):
+        raise ConfigError(f"compat is {compat!r}; it must be one of {', '.join(get_args(Compat))}")
+    if not samples:
+        raise PackingError("a pack without videos cannot be made")
+    grids = [_checked_grid(sample, compat, patch) for sample in samples]
     videos, texts = [to_patches(sample.latent, patch) for sample in samples], [sample.text for sample in samples]
     if compat != "none":
         texts = [functional.pad(text, (0, 0, 0, BRIDGE_TEXT_LENGTH - len(text))) for text in texts]
+    for name, parts in (("latent", videos), ("text", texts)):
+        if len({(part.shape[1], part.dtype) for part in parts}) > 1:
+            raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
     masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
     hidden = _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
     fillers = int(hidden and compat != "bridge")
@@ -208,3 +219,26 @@ def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     for part, start in zip(parts, starts, strict=False):  # slices: a view of split() takes no gradient
         row[start : start + len(part)] = part
     return row
+
+
+def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> tuple[int, int, int]:
+    """`patch_grid` of a sample that can be packed."""
+    latent, text, wrong = sample.latent, sample.text, ""
+    for name, tensor, axes in (("text", text, 2), ("latent", latent, 4)):
+        if tensor.dim() != axes or 0 in tensor.shape:
+            wrong = f"its {name} has shape {list(tensor.shape)}, expected {axes} axes, none empty"
+        elif not math.isfinite(size := largest(tensor)):
+            wrong = f"its {name} holds NaN or infinite values"
+        elif compat == "bridge" and name == "latent" and size > BRIDGE_LARGEST_LATENT:
+            wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+    if compat != "none" and len(text) > BRIDGE_TEXT_LENGTH:
+        wrong = wrong or (
+            f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, "
+            "or pack with compat='none'"
+        )
+    if wrong:
+        raise PackingError(f"sample {sample.key}: {wrong}")
+    try:
+        return patch_grid(latent.shape[1:], patch)
+    except PackingError as error:
+        raise PackingError(f"sample {sample.key}: {error}") from None

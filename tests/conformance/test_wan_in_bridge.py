@@ -26,7 +26,7 @@ from support.p2p_cut import infers_padding
 from energon_packing import thd
 from energon_packing.config import ParallelConfig
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError
 from energon_packing.wan.pack import WanSample, clip_order, pack_wan, patch_grid
 
 pytest.importorskip("diffusers", reason="Bridge's Wan model needs diffusers")
@@ -415,12 +415,30 @@ def test_texts_as_the_weights_know_them_are_bridges_in_rows_of_our_alignment(wan
     assert pack.fillers == int(clips == 1), "a lone clip with padding of patches"
 
 
-def test_what_cannot_be_packed_is_refused_in_a_sentence():
-    other = WanSample(key="other", latent=torch.zeros(4, 1, 2, 2), text=torch.zeros(5, 8))
-    with pytest.raises(PackingError, match="occupy 10 patches"):
-        pack_wan([sample((1, 3, 3), 5, 1), other], capacity=9)
-    with pytest.raises(SampleRejected, match=r"a latent of .* does not divide"):
-        patch_grid((1, 3, 4), (1, 2, 2))
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        ({"latent": torch.zeros(4, 1, 3, 4)}, {}, PackingError, "sample odd: a latent of .* does not divide"),
+        (
+            {"latent": torch.full((4, 1, 2, 2), float("nan"))},
+            {},
+            PackingError,
+            "sample odd: its latent .*NaN or infinite",
+        ),
+        ({"text": torch.zeros(0, 8)}, {}, PackingError, "sample odd: its text has shape"),
+        ({"text": torch.zeros(5, 9)}, {}, PackingError, "differ in width"),
+        ({"text": torch.zeros(513, 8)}, {"compat": "bridge"}, PackingError, "more than the 512"),
+        ({"text": torch.zeros(513, 8)}, {"compat": "texts"}, PackingError, "more than the 512"),
+        ({"latent": torch.full((4, 1, 2, 2), 2e3)}, {"compat": "bridge"}, PackingError, "values above 1000"),
+        ({}, {"capacity": 9}, PackingError, "occupy 10 patches"),
+        ({}, {"multiple": 0}, ConfigError, "multiple"),
+        ({}, {"compat": "nemo"}, ConfigError, "compat"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_in_a_sentence(change, options, error, message):
+    fields = {"key": "odd", "latent": torch.zeros(4, 1, 2, 2), "text": torch.zeros(5, 8)} | change
+    with pytest.raises(error, match=message):
+        pack_wan([sample((1, 3, 3), 5, 1), WanSample(**fields)], **options)
     assert patch_grid((3, 4, 6), (1, 2, 2)) == (3, 2, 3)
 
 

@@ -28,7 +28,12 @@ def _entry_points() -> "EntryPoints":
     """Those of all installed packages; read once, since that opens the metadata of each."""
     from importlib.metadata import entry_points  # reads mail headers, whose parsers take as long
 
-    return entry_points()
+    try:
+        return entry_points()
+    except Exception as error:  # one malformed file of any package
+        raise ConfigError(
+            f"The entry points of installed packages cannot be read ({error}); reinstall them."
+        ) from error
 
 
 def named_object(name: str, setting: str) -> Any:

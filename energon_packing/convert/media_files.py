@@ -199,7 +199,7 @@ def open_regular(path: str) -> Any:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", path)
-    return os.fdopen(descriptor, "rb")
+    return open(path, "rb", opener=lambda *_: descriptor)  # PyAV asks for the name
 
 
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")

@@ -255,7 +255,10 @@ class TextToVideoEncoder:
         sample = measured.sample
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
-        text = text[: measured.text_rows]
+        latent, text = (
+            latent.to(self.dtype),
+            text[: measured.text_rows].to(self.dtype),
+        )  # a large value may become infinite
         sizes = {"latents": largest(latent), "text embeddings": largest(text)}
         for what, size in sizes.items():
             if not math.isfinite(size):
@@ -264,9 +267,7 @@ class TextToVideoEncoder:
             raise SampleRejected(
                 "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
             )
-        return WanSample(
-            key=measured.key, latent=latent.to(self.dtype), text=text.to(self.dtype), metadata=dict(sample.metadata)
-        )
+        return WanSample(key=measured.key, latent=latent, text=text, metadata=dict(sample.metadata))
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:

@@ -255,10 +255,8 @@ class TextToVideoEncoder:
         sample = measured.sample
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
-        latent, text = (
-            latent.to(self.dtype),
-            text[: measured.text_rows].to(self.dtype),
-        )  # a large value may become infinite
+        # Before the values are looked at: a large one may become infinite.
+        latent, text = latent.to(self.dtype), text[: measured.text_rows].to(self.dtype)
         sizes = {"latents": largest(latent), "text embeddings": largest(text)}
         for what, size in sizes.items():
             if not math.isfinite(size):

@@ -59,15 +59,6 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     )
 }
 
-REMOVED: dict[str, str] = {
-    "fill": "use `energon-packing stats --fill LENGTHS`",
-    "size": "begin the run: `measure` and `pack` show the time that is left, and go on where they were stopped",
-    "profile": "start the run: `wait_share` of its metrics is the share of the time in which steps wait for data",
-    "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
-    "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
-}
-"""Commands of the release before -> what to do instead. They exit with 2."""
-
 
 class CommandGroup(click.Group):
     """A click group that knows its subcommands by name, imports one when it is used, and reports errors in one place.
@@ -88,10 +79,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, but an error about an unknown name suggests the nearest one, and one about a removed name tells
-        its new place."""
-        if args[0] in REMOVED:
-            raise click.UsageError(f"`energon-packing {args[0]}` is removed; {REMOVED[args[0]]}.", ctx)
+        """As click's, but an error about an unknown name suggests the nearest one."""
         if args[0] not in self.table and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.table, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self.table)}."

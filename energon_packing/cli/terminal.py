@@ -101,17 +101,10 @@ def print_warnings(warnings: Iterable[str]) -> None:
         Console().print(cell(f"warning: {sentence}", "yellow"))
 
 
-def starting(what: str, *, quiet: bool, models: bool = True) -> None:
-    """Says on standard error what a command does, before imports that take seconds, above all those of ``models``;
-    nothing with --json."""
+def starting(what: str, *, quiet: bool) -> None:
+    """Says on standard error what a command does, before imports that take seconds; nothing with --json."""
     if not quiet:
         click.echo(f"{visible(what)} ...", err=True)
-    if models:
-        import importlib.metadata
-
-        from energon_packing.cli.installed import packages_distributions
-
-        importlib.metadata.packages_distributions = packages_distributions
 
 
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":

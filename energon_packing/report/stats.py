@@ -317,12 +317,11 @@ def recommendation(
     plan = next((row for row in same if row["window"] is None), best)
     even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
     oversize, row, sizes = run.packing.oversize, best["seq_length"], _sizes(samples)
-    loses, parted, longer = best["lost"] > NEGLIGIBLE_LOSS, best["lost"], row
+    loses, parted, share, longer = best["lost"] > NEGLIGIBLE_LOSS, best["lost"], best["lost"], row
     # Those of an index may be many, and its data elsewhere.
     if loses and oversize != "split" and samples.kind == "data set" and 0 < own["dropped"] <= STREAM:
         packing = dataclasses.replace(run.packing, oversize="split", seq_length=row)
         parted = _Dealt(samples, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
-    share = best["lost"]
     while loses and share > NEGLIGIBLE_LOSS and longer < LONGEST_ROW:
         longer *= 2
         too_long = row_limits(run.packing, longer, run.parallel.multiple, samples.family).too_long(sizes)
@@ -401,8 +400,9 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def _sizes(samples: StatsSamples) -> Sizes:
     empty = np.zeros(samples.dataset.size, dtype=np.int64)
-    columns = {name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches", *SHAPE)}
-    return Sizes(**columns, text_tokens=samples.columns.get("text_tokens"))
+    return Sizes(
+        **{name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches", *SHAPE)}
+    )
 
 
 def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: int, seed: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from energon_packing.cli.main import REMOVED, SUBCOMMANDS, CommandGroup, Subcommand, cli
+from energon_packing.cli.main import SUBCOMMANDS, CommandGroup, Subcommand, cli
 from energon_packing.cli.terminal import table
 from energon_packing.errors import ConfigError
 
@@ -151,13 +151,6 @@ def test_a_table_cuts_no_digit_at_any_width(width: int, monkeypatch: pytest.Monk
 def test_an_unknown_command_names_the_nearest_known_one_or_all(group: CommandGroup) -> None:
     assert "did you mean 'end'?" in run(group, "endd").stderr
     assert "known: end" in run(group, "xyzzy").stderr
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_name_answers_with_its_new_place(name: str) -> None:
-    result = run(cli, name)
-    assert (result.exit_code, REMOVED[name] in " ".join(result.stderr.split())) == (2, True)
-    assert REMOVED[name] in json.loads(run(cli, name, "--json").stdout)["error"]
 
 
 @pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))

@@ -399,10 +399,8 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _sizes(samples: StatsSamples) -> Sizes:
-    empty = np.zeros(samples.dataset.size, dtype=np.int64)
-    return Sizes(
-        **{name: samples.columns.get(name, empty) for name in ("length", "second", "images", "patches", *SHAPE)}
-    )
+    names, empty = ("length", "second", "images", "patches", *SHAPE), np.zeros(samples.dataset.size, dtype=np.int64)
+    return Sizes(**{name: samples.columns.get(name, empty) for name in names})
 
 
 def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: int, seed: int) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     fill = options["fill"]
     if wrong := sorted(asked - {"fill"} - _OF_FILL - _OF_BOTH if fill else asked & _OF_FILL):
-        named = ", ".join(f"--{name.removesuffix('_path').replace('_', '-')}" for name in wrong)
+        named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
         raise UserError(f"`stats{' --fill' * fill}` does not take {named}; leave it out.")
     starting(f"{'Packing' if fill else 'Reading'} {path}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
@@ -101,6 +101,7 @@ def _statistics(given: SimpleNamespace) -> None:
     from energon_packing.report.stats_page import stats_page
 
     run = load_config(given.config_path, given.overrides)
+    given.split = given.split if "split" in given.asked else run.data.split
     stages = dict.fromkeys(("sample", "measure"), "measuring")
     with ExitStack() as stack:
         with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:

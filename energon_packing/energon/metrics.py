@@ -387,6 +387,7 @@ class PackMetrics:
             "pack": self._taken,
             "last": self._now.to_json(),
             "total": self._all.to_json(),
+            "figures": {name: round(value, 4) for name, value in (self._all if ended else self._now).figures().items()},
             "steps": self._steps,
             **({"memory": self._memory} if self._memory else {}),
             **({"ended": True} if ended else {}),
@@ -480,10 +481,11 @@ class MetricsLog:
         except UserError as error:
             self._give_up(str(error))
             return
-        lines = [line for line in self._lines.present() if line.last.packs]
+        present = self._lines.present()
+        lines = [line for line in present if line.last.packs]  # others only pad, and what they dropped counts
         if not fresh or not lines:
             return
-        whole = merged(line.total for line in lines)
+        whole = merged(line.total for line in present)
         dropped = whole.dropped
         try:
             more = self._more(rates(lines))
@@ -493,7 +495,7 @@ class MetricsLog:
         self._found = {
             **figures(lines),
             **more,
-            "dropped_share_total": whole.figures().get("dropped_share", 0.0),
+            **{f"{name}_total": share for name, share in whole.figures().items() if name == "dropped_share"},
             "ranks": len(lines),
             "dropped": dropped.total(),
             **{f"dropped/{reason}": count for reason, count in dropped.items()},

@@ -1,4 +1,4 @@
-"""How good a packing is: fill, padding by cause, delay, samples held, spread of cost; and what no packer can beat."""
+"""How good a packing is: fill, padding by cause, delay, samples held; and what no packer can beat."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.packing.balance import LINEAR
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import flatten
 
@@ -23,9 +22,6 @@ class PackStatistics:
         delay_p99, delay_max: 99th percentile and worst number of samples that arrived after a sample before it was
             emitted.
         held: the most samples held at once.
-        cost_spread: standard deviation of the cost of a pack, ``LINEAR * L + L**2`` summed over its segments, divided
-            by its mean.
-        cost_max_over_mean: cost of the most expensive pack, in mean packs; a step with it takes that long.
     """
 
     packs: int
@@ -36,8 +32,6 @@ class PackStatistics:
     delay_p99: float
     delay_max: int
     held: int
-    cost_spread: float
-    cost_max_over_mean: float
 
     @classmethod
     def of(
@@ -71,8 +65,6 @@ class PackStatistics:
         present = np.zeros(int(flat.max()) + 1, dtype=np.int64)
         present[flat] = 1
         came = np.cumsum(present)
-        segments = real[flat].astype(np.float64)
-        cost = np.add.reduceat(LINEAR * segments + segments**2, starts)
         room = len(groups) * capacity
         return cls(
             packs=len(groups),
@@ -83,8 +75,6 @@ class PackStatistics:
             delay_p99=float(np.percentile(delay, 99)),
             delay_max=int(delay.max()),
             held=int((came[arrived - 1] - starts).max()),
-            cost_spread=float(cost.std() / cost.mean()),
-            cost_max_over_mean=float(cost.max() / cost.mean()),
         )
 
 

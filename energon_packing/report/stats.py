@@ -21,7 +21,7 @@ from energon_packing.packing.balance import Order, simulate_steps
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
-from energon_packing.report.stats_samples import StatsSamples, mix_of
+from energon_packing.report.stats_samples import StatsSamples
 from energon_packing.sample_kind import kind_of_config
 from energon_packing.thd.alignment import check_multiple
 
@@ -46,8 +46,6 @@ STREAM = 2000
 REPLICATES = 24
 SETTLED = 8
 """So many windows of samples pass before what a window chooses from is what it will be."""
-STUDENT = 2.069
-"""Half the width of a 95 % interval of so many replicates, in their standard deviations."""
 SHOWN = 1e-4
 """The last digit that is shown of a share."""
 PLANNED = 1_000_000
@@ -89,7 +87,7 @@ def stats_report(
     weights = samples.mix is not None
     return {
         **statistics(samples),
-        "global_batch_size": run.training.global_batch_size,
+        "global_batch_size": (samples.planned or {}).get("global_batch_size", run.training.global_batch_size),
         "run": {"oversize": run.packing.oversize, "ranks": ranks, "workers": run.data.workers, "weights": weights},
         "plan": planned_packing(samples.planned) if samples.planned else None,
         "packing": [{name: value for name, value in row.items() if name not in ("fills", "part")} for row in compared],
@@ -134,15 +132,22 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
 def ratio(samples: StatsSamples, part: np.ndarray, of: np.ndarray, *, most: float | None = None) -> tuple[float, float]:
     """The sum of `part` ``[N]`` divided by that of `of`, and half the width of its 95 % interval. Where `part` is a
     share of `of`, `most` is the most that a sample has of either if none was measured that has any."""
-    total = max(float(of.sum()), 1e-9)
+    total, count = max(float(of.sum()), 1e-9), int(np.count_nonzero(of))
     value, n = float(part.sum()) / total, samples.measured
-    error = Z * math.sqrt(float(np.square(part - value * of).sum()) * n / max(n - 1, 1)) / total
+    error = _student(count) * math.sqrt(float(np.square(part - value * of).sum()) * count / max(count - 1, 1)) / total
+    error = value if count == 1 else error
     if most is not None:
         seldom = min((part, of - part), key=np.count_nonzero)
         if (count := int(np.count_nonzero(seldom))) < min(FEW, np.count_nonzero(of) / 2):
             size = float(seldom.sum()) / count if count else most
             error = min(max(error, _more(count) * size / total), 1.0)
     return value, error * math.sqrt(1 - n / samples.total)
+
+
+def _student(count: int) -> float:
+    """Half the width of a 95 % interval of a mean, in standard errors (Student's t, as Fisher expands it)."""
+    less = 1 / max(count - 1, 1)
+    return Z + 2.3723 * less + 2.8225 * less**2 + 2.5558 * less**3
 
 
 def _more(count: float) -> float:
@@ -305,7 +310,10 @@ def recommendation(
     """
     rows = [row for row in found if row["window"] == run.packing.window and row["fill"] > 0]
     if not rows:
-        return {"settings": {}, "reasons": ["No sample fits a row of any of these lengths; raise --seq-length."]}
+        other = "Limits of a row leave all samples out." if samples.tokens.size else "All samples are dropped."
+        longer_ones = any(row["too_long"] for row in found)
+        reason = "No sample fits a row of any of these lengths; raise --seq-length." if longer_ones else other
+        return {"settings": {}, "reasons": [reason]}
     own, best = found[0], _best_length(rows)
     same = [row for row in found if (row["seq_length"], row["multiple"]) == (best["seq_length"], best["multiple"])]
     online = sorted((row for row in same if row["window"] is not None), key=lambda row: row["window"])
@@ -316,19 +324,20 @@ def recommendation(
         chosen = next(good, best)
     plan = next((row for row in same if row["window"] is None), best)
     even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
-    oversize, row, sizes = run.packing.oversize, best["seq_length"], _sizes(samples)
-    loses, parted, share, longer = best["lost"] > NEGLIGIBLE_LOSS, best["lost"], best["lost"], row
+    oversize, row = run.packing.oversize, best["seq_length"]
+    loses, parted, share, longer = _loses(best), best["lost"], best["lost"], row
     # Those of an index may be many, and its data elsewhere.
     if loses and oversize != "split" and samples.kind == "data set" and 0 < own["dropped"] <= STREAM:
         packing = dataclasses.replace(run.packing, oversize="split", seq_length=row)
         parted = _Dealt(samples, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
+    as_they_are = dataclasses.replace(samples, remeasure=None)
     while loses and share > NEGLIGIBLE_LOSS and longer < LONGEST_ROW:
         longer *= 2
-        too_long = row_limits(run.packing, longer, run.parallel.multiple, samples.family).too_long(sizes)
-        share = float(samples.tokens[too_long].sum() / samples.tokens.sum())
+        packing = dataclasses.replace(run.packing, seq_length=longer)
+        share = _Dealt(as_they_are, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
     splits = parted < best["lost"] / 2
     drops, read = unwished(samples.dropped, samples.measured)
-    gone, read = drops.total() + own["dropped"], read - len(sizes) + own["read"]
+    gone, read = drops.total() + own["dropped"], read - samples.tokens.size + own["read"]
     balances = ordered > even + 0.02 and run.packing.balance_window == 1
     helps = "helps" if chosen["fill"] >= HELPS * chosen["padded"] else "hardly helps"
     settings = {
@@ -347,13 +356,18 @@ def recommendation(
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
         f"{_percent(best, 'lost')} of the tokens are in no row; "
-        + (f"rows of {longer} would lose {share:.2%}." if longer > row else "limits leave them out."): loses,
+        + (
+            f"rows of {longer} would lose at most {share:.2%}."
+            if share <= NEGLIGIBLE_LOSS
+            else "limits leave them out."
+        ): loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
         f"{gone / max(read, 1):.1%} of the samples would be dropped, more than packing.drop_budget="
         f"{run.packing.drop_budget:g} allows: the run would stop. Correct the data or raise the budget.": (
-            over_budget(gone, read, run.packing.drop_budget, looks=not samples.whole)
+            # Weights decide what a run drops of each data set.
+            samples.mix is None and over_budget(gone, read, run.packing.drop_budget, looks=not samples.whole)
         ),
         f"A plan (`energon-packing plan`) fills rows to {_percent(plan, 'fill')}, since it sees all samples at once.": (
             plan["fill"] > chosen["fill"] + 2 * NEGLIGIBLE_FILL and _is_fuller(plan, chosen)
@@ -378,24 +392,31 @@ def _percent(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
 
 
+def _loses(row: Mapping[str, Any]) -> bool:
+    """More than a few tokens, beyond chance."""
+    return bool(row["lost"] - row["lost_error"] > NEGLIGIBLE_LOSS)
+
+
 def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Beyond chance. Replicates pack the same samples, so that what they have in common does not count."""
     if len(row["fills"]) != len(other["fills"]):
         return bool(row["fill"] - other["fill"] > math.hypot(row["fill_error"], other["fill_error"]))
     more = np.subtract(row["fills"], other["fills"])
-    return bool(more.mean() > STUDENT * more.std(ddof=more.size > 1) * math.sqrt(row["part"] + 1 / more.size))
+    chance = more.std(ddof=more.size > 1) * math.sqrt(row["part"] + 1 / more.size)
+    return bool(more.mean() > _student(REPLICATES) * chance)
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The run's own rows, or the shortest that lose hardly any tokens where its own do not, or are fuller than these;
     else those that waste least."""
     rows = [row for row in rows if row["multiple"] == rows[0]["multiple"]]
-    good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
+    good = [row for row in rows if not _loses(row)]
     if not good:
         return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
     top = max(row["fill"] for row in good)
     full = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
-    return rows[0] if rows[0] in full else min(full, key=lambda row: row["seq_length"])
+    best = min(full, key=lambda row: row["seq_length"])
+    return best if rows[0] not in full and (_loses(rows[0]) or _is_fuller(best, rows[0])) else rows[0]
 
 
 def _sizes(samples: StatsSamples) -> Sizes:
@@ -425,7 +446,8 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
         figures[:, 3] = dealt.tokens / (figures[:, 0] * run.packing.seq_length)
     # A replicate has as many samples as were measured, or as a stream has.
     part = min(1.0, dealt.drawn / samples.measured) * (1 - samples.measured / samples.total)
-    spread = STUDENT * figures.std(axis=0, ddof=len(made) > 1) * math.sqrt(part + 1 / len(made)) * bool(window)
+    sure = _student(REPLICATES) * math.sqrt(part + 1 / len(made)) * bool(window)
+    spread = sure * figures.std(axis=0, ddof=len(made) > 1)
     spread[:3] = np.maximum(spread[:3], SHOWN if window else 0)
     for name, value, error in zip(names, figures.mean(axis=0).tolist(), spread.tolist(), strict=True):
         found |= {name: value, f"{name}_error": error}
@@ -436,7 +458,7 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
         room = found["fill"] * run.packing.seq_length
         readers = min(ranks * max(run.data.workers, 1), max(round(dealt.epoch), 1))
         more = [dealt.at_the_end(run.packing.window, readers, room, [seed, at]) for at in range(REPLICATES)]
-        error = STUDENT * float(np.std(more, ddof=1)) * math.sqrt(readers * (1 + readers / REPLICATES))
+        error = _student(REPLICATES) * float(np.std(more, ddof=1)) * math.sqrt(readers * (1 + readers / REPLICATES))
         found |= {"end_packs": max(round(readers * float(np.mean(more))), 0), "end_packs_error": error}
     if ranks > 1:
         turns: tuple[tuple[str, int, Order], ...] = ("", 1, "none"), ("sorted_", BALANCE_WINDOW, "serpentine")
@@ -604,11 +626,10 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     parts = source_parts(path, split)
     scale = samples.total / samples.measured
     dropped = [sum(each.values()) for each in samples.drops]
-    counts = (np.bincount(samples.dataset, minlength=len(parts)) + dropped) * scale
+    counts = np.bincount(samples.dataset, minlength=len(parts)) + dropped  # those measured
     tokens = np.bincount(samples.dataset, samples.tokens, len(parts)) * scale
     given = np.zeros((len(parts), readers))
-    blend = mix_of(parts, counts)
-    mix = counts if blend is None else blend
+    mix = samples.counts if samples.mix is None else samples.mix
     for number, part in enumerate(parts):
         repetitions = 1.0 if part.repetitions is None else part.repetitions
         share = shares.get(part.root)
@@ -619,7 +640,7 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
         else:
             own_tokens = share.amounts(samples.place[own], samples.tokens[own], readers)
             given[number] = own_tokens * repetitions / share.copies
-    of_tokens = mix * tokens / np.maximum(counts, 1)
+    of_tokens = mix * tokens / np.maximum(counts * scale, 1)
     shares_of_tokens = of_tokens / max(of_tokens.sum(), 1e-9)
     rows = [*zip(samples.datasets, mix / mix.sum(), shares_of_tokens, given, strict=True)]
     *datasets, together = (

@@ -30,7 +30,7 @@ def share(value: float, error: float = 0) -> str:
     if off and not percent:
         return f"< {off:.2g} %"
     if off >= 0.05 or off > percent:
-        digits = 1 if off >= 0.05 else 3
+        digits = 1 if off >= 0.05 <= percent else 3
         return f"{percent:.{digits}f} \u00b1{off:.{digits}f} %"
     return f"{percent:.1f} %" if percent >= 9.995 or percent == 0 else f"{percent:.2g} %"
 

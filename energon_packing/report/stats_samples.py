@@ -34,6 +34,7 @@ class StatsSamples:
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
             `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
+        counts: ``[data sets]`` int64, samples of each, dropped ones and those not measured included; empty for a plan.
         mix: ``[data sets]`` float64, how many samples of each an epoch has, by weights or repetitions of a metadataset;
             None where there are none. Where there are weights, an epoch is as many samples as there are.
         remeasure: measures some of the N samples again, by ascending number, as a run does; None for a plan.
@@ -52,6 +53,7 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     mix: np.ndarray | None = None
     remeasure: Callable[[RunConfig, np.ndarray], Sequence[Remeasured]] | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
@@ -119,6 +121,7 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
                     rows.append((dataset, shard, here.tolist()))
         return [each for shard in SampleRemeasurer(None, [index.directory], run=run)(rows) for each in shard]
 
+    counts = np.array([sum(shard.samples for shard in each.shards) for each in index.datasets])
     samples = StatsSamples(
         path=path,
         kind="index",
@@ -130,7 +133,8 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         columns={name: np.concatenate(parts[name]) for name in columns},
         drops=tuple(drops),
         frequent=frequent_drops(index),
-        mix=mix_of(index.datasets, np.array([sum(shard.samples for shard in each.shards) for each in index.datasets])),
+        counts=counts,
+        mix=mix_of(index.datasets, counts),
         remeasure=remeasure,
         pair_counts=pair_counts(index.datasets),
         family=str(index.fingerprint.get("family", "")),
@@ -199,8 +203,8 @@ def samples_of_dataset(
     counted_pairs(Path(part.root) for part in parts).check(path, run.packing.pairs)
     measurer = ShardMeasurer(run)
     shards = [(number, shard) for number, part in enumerate(parts) for shard in part.shards]
-    counts = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
-    starts = np.cumsum([0, *counts])
+    of_shards = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
+    starts = np.cumsum([0, *of_shards])
     total = int(starts[-1])
     if total == 0:
         raise UserError(f"{path} holds no samples in its split {split!r}")
@@ -238,6 +242,7 @@ def samples_of_dataset(
                     found += [outcomes(encoder, sample) for _, sample, _ in some]
         return found
 
+    counts = np.bincount([number for number, _ in shards], of_shards, len(parts))
     return StatsSamples(
         path=path,
         kind="data set",
@@ -249,7 +254,8 @@ def samples_of_dataset(
         columns={name: table[:, 2 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(drops),
         frequent=frequent,
-        mix=mix_of(parts, np.bincount([number for number, _ in shards], counts, len(parts))),
+        counts=counts,
+        mix=mix_of(parts, counts),
         remeasure=remeasure,
         pair_counts=measurer.pair_counts,
         family=measurer.fingerprint.get("family", ""),

@@ -1,5 +1,6 @@
 """Lines of a rank against its packs: every token is counted once, under what its row's tensors show it to be."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -296,6 +297,23 @@ def test_a_writer_gets_the_figures_of_all_ranks_and_nothing_from_before(tmp_path
     assert {name: value for name, value in found.items() if "dropped/" in name} == {
         f"packing/dropped/{reason}": count for reason, count in reasons.items()
     }
+
+
+def test_what_a_rank_dropped_before_it_only_padded_stays_counted(tmp_path):
+    config, draw, writers = MetricsConfig(directory=str(tmp_path), interval=1), random.Random(9), Writers()
+    packs = [[made_pack(draw), made_pack(draw)], [made_pack(draw), made_pack(draw, padding=True)]]
+    lost = (DroppedSample(key="d", reason="oversize", detail=""),) * 3
+    # Energon's own loaders do not count what they read.
+    packs = [[dataclasses.replace(pack, read=Counter(), dropped=lost) for pack in own] for own in packs]
+    log = MetricsLog(config)
+    for rank, own in enumerate(packs):
+        list(watched(own, config, capacity=CAPACITY, rank=rank, world_size=2))
+    log.finish(2, writers, writers)
+    ((found, _),) = writers.logged
+    assert (found["packing/dropped"], found["packing/ranks"]) == (12, 1)
+    assert "packing/dropped_share_total" not in found, "nobody knows of how many"
+    (line,) = lines_of(tmp_path, 0)[-1:]
+    assert line["figures"]["fill"] == pytest.approx(counted(packs[0])["real"] / CAPACITY / 2, abs=1e-4)
 
 
 def test_formulas_that_do_not_know_a_model_cost_one_warning_and_no_other_figure(tmp_path):

@@ -293,11 +293,34 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("report/stats.py", "if count else 3.0", "if count else 0.0"),),
     ),
     Mutation(
+        trap=225,
+        name="seven images bound their mean as seven thousand do",
+        test=STATS + "test_means_of_a_handful_hold_the_truth_and_one_sample_says_nothing",
+        oracle="the whole list",
+        edits=(("report/stats.py", "less = 1 / max(count - 1, 1)", "less = 0"),),
+    ),
+    Mutation(
         trap=226,
         name="a half-empty last row counts as the fill of a run that repeats",
         test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
         oracle="rows of two halves",
         edits=(("report/stats.py", "if not held.size or (ended and steady):", "if not held.size:"),),
+    ),
+    Mutation(
+        trap=226,
+        name="one long sample of a hundred is taken for the rule",
+        test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
+        oracle="two thousand samples, of which ten are long",
+        edits=(("report/stats.py", 'row["lost"] - row["lost_error"] >', 'row["lost"] >'),),
+    ),
+    Mutation(
+        trap=235,
+        name="ranks that only pad are left out of what was dropped",
+        test=METRICS + "test_what_a_rank_dropped_before_it_only_padded_stays_counted",
+        oracle="the packs of both ranks",
+        edits=(
+            ("energon/metrics.py", "merged(line.total for line in present)", "merged(line.total for line in lines)"),
+        ),
     ),
     Mutation(
         trap=227,

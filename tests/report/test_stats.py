@@ -247,6 +247,17 @@ def test_nearly_all_and_all_of_what_was_measured_are_not_all_that_there_are():
     assert all(0 <= error <= 1 for error in errors), "of a data set of which no sample could be used"
 
 
+def test_means_of_a_handful_hold_the_truth_and_one_sample_says_nothing():
+    sizes = np.random.default_rng(5).gamma(4, 60, 200).astype(int) + 20
+    rows, hits = [*[row(90)] * 2800, *[row(int(size), images=1) for size in sizes]], 0
+    for seed in range(200):
+        image = statistics(drawn(rows, 100, seed))["modalities"][1]
+        hits += abs(image["mean_tokens"] - sizes.mean()) <= image["mean_tokens_error"]
+    assert hits / 200 >= 0.9, "of seven images"
+    single = statistics(drawn([row(90)] * 10 + [row(500, images=1)], 10, 0))["modalities"][1]
+    assert single["mean_tokens_error"] > 100
+
+
 def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():
     long = drawn([row(256)] * 900 + [row(3072)] * 100, 1000, 0)
 
@@ -263,6 +274,19 @@ def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():
     assert "--seq-length" in nothing["reasons"][0]
     many = drawn([row(300)] * 50 + [row(0, reason="bad_record")] * 50, 100, 0)
     assert any("drop_budget" in reason for reason in stats_report(many, RunConfig())["recommendation"]["reasons"])
+    # What limits leave out fits no longer row; what chance makes is no reason; weights decide what a run drops.
+    images = drawn([row(500)] * 270 + [row(500, images=3)] * 30, 300, 0)
+    reasons = stats_report(images, RunConfig(packing=PackingConfig(max_images_per_pack=2)))["recommendation"]["reasons"]
+    assert any("10.00% of the tokens are in no row; limits leave them out." in reason for reason in reasons)
+    images = dataclasses.replace(images, mix=np.array([600.0]))
+    assert not any("drop_budget" in reason for reason in stats_report(images, RunConfig())["recommendation"]["reasons"])
+    left = RunConfig(packing=PackingConfig(max_images_per_pack=2))
+    for none, cause in ((row(0, reason="bad_record"), "are dropped"), (row(9, images=3), "Limits of a row")):
+        assert cause in stats_report(drawn([none] * 9, 9, 0), left)["recommendation"]["reasons"][0]
+    # One of the 100 samples that were looked at is too long: of all 2,000, perhaps hardly any.
+    rare = drawn([row(128)] * 1990 + [row(3000)] * 10, 100, 2)
+    assert (rare.tokens == 3000).sum() == 1
+    assert advice(rare, seq_length=1024)["settings"] == {}
     # 1,096 tokens and 3,000 fill rows only together, and small windows are soon full of either.
     pairs = drawn([row(1096), row(3000)] * 400, 800, 0)
     assert advice(pairs, window=2)["settings"]["packing.window"] == 256
@@ -389,7 +413,9 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
     for each, samples, tokens in zip(readers["datasets"], ratio, drawn, strict=True):
         assert each["share"] == pytest.approx(samples / sum(ratio))
         assert each["token_share"] == pytest.approx(tokens / sum(drawn))
-    assert result(path, *options, "--data-parallel", 3, "--samples", 20)["readers"]["all"]["least_tokens"] is None
+    part = result(path, *options, "--data-parallel", 3, "--samples", 20)["readers"]
+    assert part["all"]["least_tokens"] is None
+    assert [each["share"] for each in part["datasets"]] == [each["share"] for each in readers["datasets"]]
     if weights:
         return
     run = load_config(None, [*sets, f"data.path={path}"])
@@ -411,6 +437,8 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
         (("DATASET",), "--set encoder.processor"),
         (("INDEX", "--capacity", "3"), "`stats` does not take --capacity; leave it out."),
         (("INDEX", "--fill", "--samples", "3"), "`stats --fill` does not take --samples; leave it out."),
+        (("INDEX", "--fill", "--set", "a.b=1"), "`stats --fill` does not take --set; leave it out."),
+        (("DATASET", "--set", "encoder.processor=p", "--set", "data.split=val"), "has no split 'val'; it has 'train'"),
         (("INDEX", "--html", "no/where.html"), "no/where.html cannot be written: there is no directory no."),
     ],
 )
@@ -427,6 +455,7 @@ def test_numbers_and_bins_read_well():
     assert number(200_000, 5000) == "200k ±5k"
     assert number(200_000, 5) == "200k"
     assert [share(value) for value in (0, 0.5, 0.0123, 1)] == ["0.0 %", "50.0 %", "1.2 %", "100.0 %"]
+    assert share(1 / 3000, 0.0019) == "0.033 ±0.190 %"
     assert [share(0.5, 0.01), share(0, 0.0015)] == ["50.0 \u00b11.0 %", "< 0.15 %"]
     bins = [(0, 1), (1, 2), (2, 4), (512, 1024), (1024, 2048), (1 << 20, 1 << 21)]
     names = [bin_name({"from": low, "below": below}, "tokens") for low, below in bins]

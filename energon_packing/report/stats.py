@@ -135,7 +135,7 @@ def ratio(samples: StatsSamples, part: np.ndarray, of: np.ndarray, *, most: floa
     total, count = max(float(of.sum()), 1e-9), int(np.count_nonzero(of))
     value, n = float(part.sum()) / total, samples.measured
     error = _student(count) * math.sqrt(float(np.square(part - value * of).sum()) * count / max(count - 1, 1)) / total
-    error = value if count == 1 else error
+    error = max(error, value) if count < 3 else error  # that two are equal says little
     if most is not None:
         seldom = min((part, of - part), key=np.count_nonzero)
         if (count := int(np.count_nonzero(seldom))) < min(FEW, np.count_nonzero(of) / 2):
@@ -308,7 +308,8 @@ def recommendation(
     Rows are compared by the share of their tokens that are real and by the tokens that no row has; how much memory a
     row needs is not known here. What is within its error is no reason.
     """
-    rows = [row for row in found if row["window"] == run.packing.window and row["fill"] > 0]
+    rows = [row for row in found if (row["window"], row["multiple"]) == (run.packing.window, run.parallel.multiple)]
+    rows = [row for row in rows if row["fill"] > 0]
     if not rows:
         other = "Limits of a row leave all samples out." if samples.tokens.size else "All samples are dropped."
         longer_ones = any(row["too_long"] for row in found)
@@ -325,16 +326,18 @@ def recommendation(
     plan = next((row for row in same if row["window"] is None), best)
     even, ordered = (own.get(name, 0.0) for name in ("efficiency", "sorted_efficiency"))
     oversize, row = run.packing.oversize, best["seq_length"]
-    loses, parted, share, longer = _loses(best), best["lost"], best["lost"], row
+    loses, parted, shares = best["lost"] > NEGLIGIBLE_LOSS, best["lost"], {row: best["lost"]}
     # Those of an index may be many, and its data elsewhere.
     if loses and oversize != "split" and samples.kind == "data set" and 0 < own["dropped"] <= STREAM:
         packing = dataclasses.replace(run.packing, oversize="split", seq_length=row)
         parted = _Dealt(samples, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
     as_they_are = dataclasses.replace(samples, remeasure=None)
-    while loses and share > NEGLIGIBLE_LOSS and longer < LONGEST_ROW:
-        longer *= 2
-        packing = dataclasses.replace(run.packing, seq_length=longer)
-        share = _Dealt(as_they_are, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
+    while min(shares.values()) > NEGLIGIBLE_LOSS and max(shares) < LONGEST_ROW:
+        packing = dataclasses.replace(run.packing, seq_length=2 * max(shares))
+        dealt = _Dealt(as_they_are, dataclasses.replace(run, packing=packing))
+        shares[packing.seq_length] = dealt.lost_share(samples)[0]
+    least = max(NEGLIGIBLE_LOSS, min(shares.values()))
+    longer, share = next(each for each in shares.items() if each[1] <= least)
     splits = parted < best["lost"] / 2
     drops, read = unwished(samples.dropped, samples.measured)
     gone, read = drops.total() + own["dropped"], read - samples.tokens.size + own["read"]
@@ -356,11 +359,7 @@ def recommendation(
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
         f"{_percent(best, 'lost')} of the tokens are in no row; "
-        + (
-            f"rows of {longer} would lose at most {share:.2%}."
-            if share <= NEGLIGIBLE_LOSS
-            else "limits leave them out."
-        ): loses,
+        + (f"rows of {longer} would lose at most {share:.2%}." if longer > row else "limits leave them out."): loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
@@ -392,11 +391,6 @@ def _percent(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:.2%}" + (f" \u00b1{error:.2%}" if error >= 5e-5 else "")
 
 
-def _loses(row: Mapping[str, Any]) -> bool:
-    """More than a few tokens, beyond chance."""
-    return bool(row["lost"] - row["lost_error"] > NEGLIGIBLE_LOSS)
-
-
 def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Beyond chance. Replicates pack the same samples, so that what they have in common does not count."""
     if len(row["fills"]) != len(other["fills"]):
@@ -407,16 +401,16 @@ def _is_fuller(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The run's own rows, or the shortest that lose hardly any tokens where its own do not, or are fuller than these;
-    else those that waste least."""
-    rows = [row for row in rows if row["multiple"] == rows[0]["multiple"]]
-    good = [row for row in rows if not _loses(row)]
+    """The run's own rows, which come first, or the shortest that lose hardly any tokens where its own do not, or are
+    fuller than these; else those that waste least."""
+    good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
     if not good:
-        return max(rows, key=lambda row: row["fill"] * (1 - row["lost"]))
+        used = [row["fill"] * (1 - row["lost"]) for row in rows]
+        return rows[0] if max(used) <= used[0] + NEGLIGIBLE_FILL else rows[int(np.argmax(used))]
     top = max(row["fill"] for row in good)
     full = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
     best = min(full, key=lambda row: row["seq_length"])
-    return best if rows[0] not in full and (_loses(rows[0]) or _is_fuller(best, rows[0])) else rows[0]
+    return best if rows[0] not in full and (rows[0] not in good or _is_fuller(best, rows[0])) else rows[0]
 
 
 def _sizes(samples: StatsSamples) -> Sizes:

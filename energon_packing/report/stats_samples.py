@@ -242,7 +242,7 @@ def samples_of_dataset(
                     found += [outcomes(encoder, sample) for _, sample, _ in some]
         return found
 
-    counts = np.bincount([number for number, _ in shards], of_shards, len(parts))
+    counts = np.bincount([number for number, _ in shards], of_shards, len(parts)).astype(np.int64)
     return StatsSamples(
         path=path,
         kind="data set",

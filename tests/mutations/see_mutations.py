@@ -308,10 +308,10 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=226,
-        name="one long sample of a hundred is taken for the rule",
+        name="longer rows are advised for what streams differ by",
         test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
-        oracle="two thousand samples, of which ten are long",
-        edits=(("report/stats.py", 'row["lost"] - row["lost_error"] >', 'row["lost"] >'),),
+        oracle="24 streams that spread by more than they differ",
+        edits=(("report/stats.py", "_is_fuller(best, rows[0])) else", "True) else"),),
     ),
     Mutation(
         trap=235,

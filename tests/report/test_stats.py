@@ -27,7 +27,7 @@ from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.planner import make_plan
 from energon_packing.packing import pack_stream
 from energon_packing.report.sample_story import source_key
-from energon_packing.report.stats import packings, statistics, stats_report
+from energon_packing.report.stats import packings, recommendation, statistics, stats_report
 from energon_packing.report.stats_page import bin_name, number, share
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index
 
@@ -278,15 +278,21 @@ def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():
     images = drawn([row(500)] * 270 + [row(500, images=3)] * 30, 300, 0)
     reasons = stats_report(images, RunConfig(packing=PackingConfig(max_images_per_pack=2)))["recommendation"]["reasons"]
     assert any("10.00% of the tokens are in no row; limits leave them out." in reason for reason in reasons)
-    images = dataclasses.replace(images, mix=np.array([600.0]))
-    assert not any("drop_budget" in reason for reason in stats_report(images, RunConfig())["recommendation"]["reasons"])
+    blend = stats_report(dataclasses.replace(many, mix=np.array([100.0])), RunConfig())["recommendation"]
+    assert not any("drop_budget" in reason for reason in blend["reasons"])
+    both = drawn([row(500)] * 70 + [row(500, images=3)] * 10 + [row(3000)] * 6, 86, 0)
+    reasons = stats_report(both, RunConfig(packing=PackingConfig(seq_length=2048, max_images_per_pack=2)))
+    assert any("rows of 4096 would lose at most 8.62%" in each for each in reasons["recommendation"]["reasons"])
     left = RunConfig(packing=PackingConfig(max_images_per_pack=2))
     for none, cause in ((row(0, reason="bad_record"), "are dropped"), (row(9, images=3), "Limits of a row")):
         assert cause in stats_report(drawn([none] * 9, 9, 0), left)["recommendation"]["reasons"][0]
-    # One of the 100 samples that were looked at is too long: of all 2,000, perhaps hardly any.
-    rare = drawn([row(128)] * 1990 + [row(3000)] * 10, 100, 2)
-    assert (rare.tokens == 3000).sum() == 1
-    assert advice(rare, seq_length=1024)["settings"] == {}
+    # Longer rows, 1.6 % fuller: sure if 24 streams agree, chance if they spread by more than that.
+    row_of, noise = next(packings(long, RunConfig())), np.random.default_rng(0).normal(size=(2, 24))
+    for spread, wanted in ((0.0001, {"packing.seq_length": 8192}), (0.02, {})):
+        fills = [fill + spread * each for fill, each in zip((0.95, 0.966), noise, strict=True)]
+        found = [row_of | {"fill": fill.mean(), "fills": fill.tolist(), "part": 0.9, "lost": 0} for fill in fills]
+        found[1]["seq_length"] = 8192
+        assert recommendation(long, RunConfig(), found)["settings"] == wanted
     # 1,096 tokens and 3,000 fill rows only together, and small windows are soon full of either.
     pairs = drawn([row(1096), row(3000)] * 400, 800, 0)
     assert advice(pairs, window=2)["settings"]["packing.window"] == 256

@@ -38,14 +38,13 @@ def explain(
     plan its pack, place and neighbours, and a packed directory the shard too.
     """
     starting(f"Looking for {key} in {path}", quiet=as_json)
-    from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.offline.index import INDEX_FILE
+    from energon_packing.offline.data_paths import is_index, is_packed, is_plan
     from energon_packing.report.sample_story import story_in_dataset, story_in_index, story_in_plan
 
-    if (is_index := (path / INDEX_FILE).is_file()) or is_plan(path) or is_packed(path):
+    if is_index(path) or is_plan(path) or is_packed(path):
         if ledger is not None or config_path is not None or overrides:
             raise UserError("An index or a plan needs no --config, --set or --ledger to be explained; leave them out.")
-        events = (story_in_index if is_index else story_in_plan)(key, path)
+        events = (story_in_index if is_index(path) else story_in_plan)(key, path)
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
     told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}

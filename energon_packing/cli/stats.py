@@ -122,14 +122,13 @@ def _statistics(given: SimpleNamespace) -> None:
 
 
 def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack: ExitStack) -> Any:
-    from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.offline.index import INDEX_FILE, Index
+    from energon_packing.offline.data_paths import is_index, is_packed, is_plan
+    from energon_packing.offline.index import Index
     from energon_packing.offline.plan import Plan
     from energon_packing.report.stats_samples import samples_of_dataset, samples_of_index, samples_of_plan
 
     path = given.path
-    is_index = (path / INDEX_FILE).is_file()
-    is_measured = is_plan(path) or is_index
+    is_measured = is_plan(path) or is_index(path)
     refuse(
         (is_packed(path), f"{path} holds packs; give the plan that it was packed from, or its data set."),
         (
@@ -153,7 +152,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     )
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
-    if is_index:
+    if is_index(path):
         return samples_of_index(Index.open(path), str(path))
     if not given.full:
         return samples_of_dataset(str(path), given.split, run, most=given.samples, seed=given.seed, progress=shown)

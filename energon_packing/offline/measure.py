@@ -27,10 +27,10 @@ from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
+from energon_packing.offline.data_paths import is_index
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
     FORMAT,
-    INDEX_FILE,
     OF_PART,
     SCHEMA,
     SHAPE,
@@ -418,7 +418,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:
     """The index that is there already, else one that holds nothing; a UserError if `out` is something else, or was made
     with another encoder."""
-    if not (out / INDEX_FILE).exists():
+    if not is_index(out):
         if out.is_file() or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
             raise UserError(f"{out} is there and is not an index; choose another --out")
         return Index()

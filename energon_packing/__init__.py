@@ -34,59 +34,37 @@ _PUBLIC = {
 }
 """Public name -> the module that defines it."""
 
-__all__ = [
-    "ConfigError",
-    "Conversation",
-    "ConversationEncoder",
-    "DataConfig",
-    "EncoderConfig",
-    "Media",
-    "MixedTaskEncoder",
-    "PackedBatch",
-    "PackingConfig",
-    "PackingError",
-    "PackingTaskEncoder",
-    "ParallelConfig",
-    "RunConfig",
-    "SampleEncoder",
-    "SampleRejected",
-    "TextImageTaskEncoder",
-    "TextTaskEncoder",
-    "TextVideoTaskEncoder",
-    "Turn",
-    "UserError",
-    "VisionFamily",
-    "__version__",
-    "build_loader",
-    "load_config",
-    "media_file",
-    "open_loader",
-    "pack_lengths",
-    "register_family",
-    "thd",
-]
+__all__ = sorted([*_PUBLIC, "__version__", "thd"])
 
-if TYPE_CHECKING:
-    from energon_packing import thd
-    from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, load_config
-    from energon_packing.conversation import Conversation, Media, Turn
-    from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.encoders.sample_encoder import SampleEncoder
-    from energon_packing.energon.loader import build_loader
-    from energon_packing.energon.sample_task_encoder import (
-        MixedTaskEncoder,
-        TextImageTaskEncoder,
-        TextTaskEncoder,
-        TextVideoTaskEncoder,
-    )
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
-    from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
-    from energon_packing.families.base import VisionFamily
-    from energon_packing.families.registry import register_family
-    from energon_packing.media.probe import media_file
-    from energon_packing.offline.open_loader import open_loader
-    from energon_packing.packing import pack_lengths
-    from energon_packing.thd import PackedBatch
+if TYPE_CHECKING:  # each under its own name, by which type checkers know that it is public
+    from energon_packing import thd as thd
+    from energon_packing.config import DataConfig as DataConfig
+    from energon_packing.config import EncoderConfig as EncoderConfig
+    from energon_packing.config import PackingConfig as PackingConfig
+    from energon_packing.config import ParallelConfig as ParallelConfig
+    from energon_packing.config import RunConfig as RunConfig
+    from energon_packing.config import load_config as load_config
+    from energon_packing.conversation import Conversation as Conversation
+    from energon_packing.conversation import Media as Media
+    from energon_packing.conversation import Turn as Turn
+    from energon_packing.encoders.encoder import ConversationEncoder as ConversationEncoder
+    from energon_packing.encoders.sample_encoder import SampleEncoder as SampleEncoder
+    from energon_packing.energon.loader import build_loader as build_loader
+    from energon_packing.energon.sample_task_encoder import MixedTaskEncoder as MixedTaskEncoder
+    from energon_packing.energon.sample_task_encoder import TextImageTaskEncoder as TextImageTaskEncoder
+    from energon_packing.energon.sample_task_encoder import TextTaskEncoder as TextTaskEncoder
+    from energon_packing.energon.sample_task_encoder import TextVideoTaskEncoder as TextVideoTaskEncoder
+    from energon_packing.energon.task_encoder import PackingTaskEncoder as PackingTaskEncoder
+    from energon_packing.errors import ConfigError as ConfigError
+    from energon_packing.errors import PackingError as PackingError
+    from energon_packing.errors import SampleRejected as SampleRejected
+    from energon_packing.errors import UserError as UserError
+    from energon_packing.families.base import VisionFamily as VisionFamily
+    from energon_packing.families.registry import register_family as register_family
+    from energon_packing.media.probe import media_file as media_file
+    from energon_packing.offline.open_loader import open_loader as open_loader
+    from energon_packing.packing import pack_lengths as pack_lengths
+    from energon_packing.thd import PackedBatch as PackedBatch
 
 
 def __getattr__(name: str) -> Any:

@@ -178,25 +178,6 @@ class Turn:
         return {name: value for name, value in stated.items() if value is not None}
 
 
-# A frozen dataclass sets every field through `object.__setattr__`, which for six fields costs more than reading the
-# JSON of the turn. A slot's own setter does the same at a fifth of the price.
-_SET_ROLE, _SET_PARTS, _SET_CALLS, _SET_WEIGHT, _SET_CALL_ID, _SET_THINKING = (
-    Turn.__dict__[name].__set__ for name in ("role", "parts", "tool_calls", "loss_weight", "tool_call_id", "thinking")
-)
-
-
-def text_turn(role: Role, text: str) -> Turn:
-    """``Turn(role=role, parts=(text,))``, made quickly."""
-    turn = object.__new__(Turn)
-    _SET_ROLE(turn, role)
-    _SET_PARTS(turn, (text,))
-    _SET_CALLS(turn, ())
-    _SET_WEIGHT(turn, None)
-    _SET_CALL_ID(turn, None)
-    _SET_THINKING(turn, None)
-    return turn
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
     """One training sample before tokenization.
@@ -468,7 +449,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     if type(turn) is dict and len(turn) == 2:  # nearly all turns: one text, and nothing that could be wrong
         role, parts = turn.get("role"), turn.get("parts")
         if type(role) is str and type(parts) is list and len(parts) == 1 and type(parts[0]) is str:
-            return text_turn(role, parts[0])  # type: ignore[arg-type]  # the conversation checks roles
+            return Turn(role=role, parts=(parts[0],))  # type: ignore[arg-type]  # the conversation checks roles
     where = f"{which}turn {number}"
     _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id", "thinking"}, where)
     if not isinstance(turn.get("role"), str):

@@ -131,6 +131,10 @@ class FrequentDrops:
             self._dropped.setdefault((entry.data, entry.reason), Counter())[entry.modality] += 1
             self._first.setdefault((entry.data, entry.reason, entry.modality), entry)
 
+    def by_modality(self) -> Counter[str]:
+        """How many samples of each modality were dropped; "" where it is unknown."""
+        return sum(self._dropped.values(), Counter())
+
     def news(self, *, final: bool = False, claim: Callable[[str], bool] = lambda _: True) -> list[str]:
         """The sentences that are due and were not given before.
 

@@ -27,6 +27,7 @@ newest mark: files of ranks and workers that only another run had do not count.
 Positions of a plan need no such cut: the same position is the same pack, whoever makes it.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -37,7 +38,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -134,13 +135,11 @@ class Ledger:
         # Samples read and dropped where this reader's last stretch began, and the one before, from which "late" counts.
         self._stretches = ((0, 0), (0, 0))
         self.join(Shares())
-        try:
-            if self._path is not None:
+        if self._path is not None:
+            with _writing(self._path):
                 self._file = LineFile(self._path)
                 for entry in _quarantined(self._path.parent):
                     self._remember(entry)
-        except OSError as error:
-            raise _unwritable(self._path or Path(), error) from error
 
     @property
     def dropped(self) -> int:
@@ -209,7 +208,7 @@ class Ledger:
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
-            self._guarded(lambda: self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail))
+            self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail)
         self.check_budget()
         if len(self._pending) >= self.most_pending:
             ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
@@ -291,25 +290,25 @@ class Ledger:
     def _add_to_quarantine(self, **entry: str) -> None:
         self._remember(entry)
         if self._path is not None:
-            self._quarantine = self._quarantine or LineFile(self._path.parent / QUARANTINE / self._path.name)
-            self._quarantine.append(entry)
+            with _writing(self._path):
+                self._quarantine = self._quarantine or LineFile(self._path.parent / QUARANTINE / self._path.name)
+                self._quarantine.append(entry)
 
     def _write(self, entry: Mapping[str, object]) -> None:
-        if (file := self._file) is not None:
-            self._guarded(lambda: file.append(entry))
-
-    def _guarded(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except OSError as error:
-            raise _unwritable(self._path or Path(), error) from error
+        if self._path is not None and self._file is not None:
+            with _writing(self._path):
+                self._file.append(entry)
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"The ledger {path} cannot be written ({error.strerror}). Free space there, or set packing.ledger to another "
-        "directory."
-    )
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"The ledger {path} cannot be written ({error.strerror}). Free space there, or set packing.ledger to "
+            "another directory."
+        ) from error
 
 
 def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
@@ -330,7 +329,7 @@ def _held(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 def release(directory: Path, keys: Collection[str]) -> None:
     """Lets samples (KEY, KEY@DATASET) out of quarantine, for later runs. Raises `UserError`: it cannot, or has none."""
-    try:
+    with _writing(directory / QUARANTINE):
         held = {(str(entry.get("key")), f"{entry.get('key')}@{entry.get('data')}") for entry in _quarantined(directory)}
         if unknown := some_of(sorted({*keys}.difference(*held)), 5):
             raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
@@ -339,8 +338,6 @@ def release(directory: Path, keys: Collection[str]) -> None:
             lines = LineFile(file) if found else None  # only appended to, as by workers that go on meanwhile
             for data, key in found:
                 cast(LineFile, lines).append({"released": key, "data": data})
-    except OSError as error:
-        raise _unwritable(directory / QUARANTINE, error) from error
 
 
 def without_ledger[Run: Any](run: Run) -> Run:
@@ -379,20 +376,17 @@ class _Held:
     """An open and locked file; closing any descriptor of it ends the lock, so there is one per process."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with _writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+b")
             weakref.finalize(self, file.close).atexit = False
-            lock(file, path.parent, wait=False, byte=0)
-        except (BlockingIOError, PermissionError) as error:
-            if error.filename is not None:  # it could not be opened
-                raise _unwritable(path.parent, error) from error
-            raise UserError(
-                f"Another run that is alive writes the ledger {path.parent}, for the same rank. Wait for its end, or "
-                "set packing.ledger to a directory for each run."
-            ) from error
-        except OSError as error:
-            raise _unwritable(path.parent, error) from error
+            try:
+                lock(file, path.parent, wait=False, byte=0)
+            except (BlockingIOError, PermissionError) as error:
+                raise UserError(
+                    f"Another run that is alive writes the ledger {path.parent}, for the same rank. Wait for its end, "
+                    "or set packing.ledger to a directory for each run."
+                ) from error
 
 
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()
@@ -545,16 +539,14 @@ class _Worker:
         for run in reversed(runs):
             self.mark, *own = self._runs[run]
             if self.mark.get("resumed"):
-                self._leave_before(int(self.mark["from"]))
+                # Up to the pack before, with what was changed in it.
+                last = int(self.mark["from"]) - 1
+                at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == last), default=-1)
+                while 0 < at < len(self.lines) and "changed" in self.lines[at]:
+                    at += 1
+                del self.lines[at:]
             self.lines += own
         return len({*self.names.values()} - {name})
-
-    def _leave_before(self, number: int) -> None:
-        """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
-        at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
-        while 0 < at < len(self.lines) and "changed" in self.lines[at]:
-            at += 1
-        del self.lines[at:]
 
     def by_position(self) -> dict[int, list[dict[str, Any]]]:
         """The lines of each position: drops come before their pack, changes after it; its last making counts."""

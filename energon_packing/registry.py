@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any
 from energon_packing.errors import ConfigError
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution, EntryPoint
+    from importlib.metadata import EntryPoint, EntryPoints
 
 
 @cache
-def _entry_points() -> "list[tuple[str, Distribution]]":
-    """The texts of all installed packages' entry points, with the packages; read once, since that opens the metadata of
-    each."""
-    from importlib.metadata import distributions  # reads mail headers, whose parsers take as long
+def _entry_points() -> "EntryPoints":
+    """Those of all installed packages; read once, since that opens the metadata of each."""
+    from importlib.metadata import entry_points  # reads mail headers, whose parsers take as long
 
-    return [(_text_of(each), each) for each in distributions()]
-
-
-def _text_of(installed: "Distribution") -> str:
-    return installed.read_text("entry_points.txt") or ""
+    try:
+        return entry_points()
+    except Exception as error:  # one malformed file of any package
+        raise ConfigError(
+            f"The entry points of installed packages cannot be read ({error}); reinstall them."
+        ) from error
 
 
 def named_object(name: str, setting: str) -> Any:
@@ -74,12 +74,7 @@ class Registry[Entry]:
 
     @cached_property
     def _outside(self) -> "dict[str, EntryPoint]":
-        # To parse the others, too, takes as long as to read all.
-        named = [each for text, each in _entry_points() if self.folder in text]
-        named = [
-            each for each in named if each.name and _text_of(each) == _text_of(type(each).from_name(each.name))
-        ]  # not shadowed
-        return {point.name: point for each in named for point in each.entry_points.select(group=self.folder)}
+        return {point.name: point for point in _entry_points().select(group=self.folder)}
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:

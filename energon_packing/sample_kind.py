@@ -35,7 +35,8 @@ class SampleKind(ABC):
         record_format: its layout in `convert`, and its name in `preview`; empty for conversations.
         extras: module that it may need -> the extra of pyproject.toml that brings it.
         bridge_module: of its data set for Bridge, whose classes Bridge's YAML may name; empty if it has none.
-        classes: ``encoder``, ``shard_packer`` and ``stored_packs``, as ``module:name``: some need torch.
+        classes: ``cooker``, ``encoder``, ``task_encoder``, ``loader``, ``shard_packer`` and ``stored_packs``, with a
+            `record_format` also ``preview``, as ``module:name``: some need torch.
         run_class, encoder_config: its configuration, and the class of the ``encoder`` section.
         more_columns: int32 columns that indexes and plans have besides those of conversations.
         sizes: what `PlannedSample.sizes` are, in the plural.
@@ -61,7 +62,7 @@ class SampleKind(ABC):
     def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
         """Prints packs of a data set, plan or packed directory; for kinds with a `record_format`. Raises `UserError`:
         the configuration or the data set cannot be used."""
-        raise NotImplementedError
+        self._resolved("preview")(dataset, config, overrides, packs, as_json)
 
     def _resolved(self, name: str) -> Any:
         return pkgutil.resolve_name(self.classes[name])
@@ -81,27 +82,27 @@ class SampleKind(ABC):
         """Reads them: a `energon_packing.offline.packed.StoredPacks`."""
         return self._resolved("stored_packs")
 
-    @abstractmethod
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """Cooks a record as the loader does; a bad one carries its problem."""
+        return self._resolved("cooker")(sample, primary=store)
 
     @abstractmethod
     def measuring_encoder(self, run: Any) -> Any:
         """Returns the task encoder of a run's ``encoder`` section, whose rows hold every sample. Raises `ConfigError`:
         a processor or model cannot be used."""
 
-    @abstractmethod
     def task_encoder(self, run: Any, **models: Any) -> Any:
         """Returns the task encoder of a run, with ``models`` of one's own where the kind has any. Raises `ConfigError`:
         a processor or model cannot be used."""
+        return self._resolved("task_encoder")(run, **models)
 
     @abstractmethod
     def packing_encoder(self, run: Any) -> Any:
         """Returns the task encoder that makes packs to be stored; it keeps no ledger."""
 
-    @abstractmethod
     def build_loader(self, run: Any, **arguments: Any) -> Any:
         """Returns the loader of a data set; arguments as for `energon_packing.energon.loader.build_loader`."""
+        return self._resolved("loader")(run, **arguments)
 
     def bridge_dataset(self, container: Any, processor: str | None, **fields: Any) -> Any:
         """Returns Bridge's data set for a container whose model takes this kind; None for every other model. Raises

@@ -2,6 +2,8 @@
 loader|memory|convert|measure|plan|pack|packing|handover|balance|train|gpu
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
+``scripts/bench.py --repeat 3 NAME ...`` runs it three times; a line then has the median of each number, and under
+``spread`` the smallest and the largest, of what differs.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
 ``packing`` prints a Markdown table instead (``--json`` prints the lines). By default it reads the lists in
@@ -14,6 +16,8 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -75,8 +79,44 @@ def _defaults(name: str) -> list[str]:
     return [*options, "--lists", str(lists)] if lists.is_dir() else options
 
 
+def merged(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of several runs with the same results, the median of each number, and its spread where they differ.
+
+    Raises:
+        ValueError: a run has another number of results than the first.
+    """
+    lines = []
+    for rows in zip(*runs, strict=True):
+        found = {name: [row.get(name) for row in rows] for name in rows[0]}
+        numbers = {
+            name: sorted(values)
+            for name, values in found.items()
+            if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        }
+        spread = {name: [values[0], values[-1]] for name, values in numbers.items() if values[0] != values[-1]}
+        lines.append(rows[0] | {name: statistics.median(numbers[name]) for name in spread} | {"spread": spread})
+    return lines
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs one benchmark; returns its exit code, 2 if it cannot run."""
+    if len(arguments) > 2 and arguments[0] == "--repeat" and arguments[1].isdecimal() and arguments[1] != "0":
+        runs = []
+        for _ in range(int(arguments[1])):  # each in a process of its own
+            done = subprocess.run(
+                [sys.executable, __file__, *arguments[2:]], stdout=subprocess.PIPE, text=True, check=False
+            )
+            if done.returncode:
+                return done.returncode
+            runs.append([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
+        if not any(runs):
+            print(f"{arguments[2]} printed no lines of JSON to compare; add --json.", file=sys.stderr)
+            return 2
+        rows = merged(runs)
+        print(*map(json.dumps, rows), sep="\n")
+        if sys.stderr.isatty():
+            print_tables(rows)
+        return 0
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in NAMES:
         print(__doc__, file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2

@@ -168,10 +168,10 @@ def _read_media(data: bytes, folder: Path) -> None:
 
     is_plain(data)
     for read in (
-        lambda: image_info(data, max_pixels=10**6),
+        lambda: image_info(io.BytesIO(data), max_pixels=10**6),
         lambda: decode_image(data, max_pixels=10**6, max_bytes=10**7),
         lambda: decode_scaled_image(data, (6, 8), max_pixels=10**6, max_bytes=10**7),
-        lambda: probe_video(data, max_pixels=10**6),
+        lambda: probe_video(io.BytesIO(data), max_pixels=10**6),
         lambda: decode_frames(data, [0, 3], max_pixels=10**6, max_bytes=10**7, deadline=time.monotonic() + 10),
     ):
         try:

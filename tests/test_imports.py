@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import energon_packing
-from energon_packing.cli.installed import packages_distributions
 
 PACKAGE = Path(energon_packing.__file__).parent
 HEAVY = (
@@ -242,11 +240,3 @@ def test_commands_say_what_they_do_before_they_import_what_takes_long() -> None:
         "        assert what[-4:] in str(said) and str(said).endswith(' ...'), said\n"
     )
     assert not {name.split(".")[0] for name in loaded_by(code) - loaded_by("pass")} & {*LOADERS, *HUB, "numpy"}
-
-
-def test_packages_are_those_that_the_standard_library_finds() -> None:
-    theirs, ours = (
-        {package: set(names) for package, names in find().items()}
-        for find in (importlib.metadata.packages_distributions, packages_distributions)
-    )
-    assert ours == theirs

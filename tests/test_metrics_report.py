@@ -16,7 +16,8 @@ from energon_packing.line_file import LineFile, LineFollower
 def entry(rank: int, number: int, *, ranks: int = 4, time: float = 0.0, run: str = "a", **more: Any) -> dict[str, Any]:
     """A line of two steps in which the rank's packs are the costlier, the higher its rank."""
     last = PackSums(packs=2, samples=6, segments=6, real=150, alignment=10, tail=20, unused=20, seconds=10.0)
-    last.waited, last.dropped["oversize"] = float(rank), rank
+    last.waited, last.dropped["oversize"], last.read = float(rank), rank, 50
+    last.done.update(samples=6, tokens=150, targets=40 + rank)
     total = PackSums()
     for _ in range(number):
         total.add(last)
@@ -91,7 +92,9 @@ def test_ranks_are_compared_step_by_step():
     assert found["wait_share_max"] == pytest.approx(0.3)
     assert found["fill"] == 0.75
     assert found["padding_alignment"] + found["padding_tail"] + found["padding_unused"] == 0.25
-    assert found["dropped_share"] == pytest.approx(6 / 30)
+    assert found["dropped_share"] == pytest.approx(6 / 200)  # of samples that were read; 24 are in packs
+    per_second = {"samples": 4 * 0.6, "tokens": 4 * 15.0, "targets": (4 * 40 + 6) / 10}
+    assert {name: found[f"{name}_per_second"] for name in per_second} == pytest.approx(per_second)
 
 
 def present(folder: Path, *entries: dict[str, Any]) -> list[RankLine]:

@@ -347,14 +347,6 @@ class PackProvider(DatasetProvider):
     _evaluation_groups = None
     """Process groups of an evaluation with another layout, see `evaluate_on`; not a setting either."""
 
-    def sections(self) -> dict[str, type]:
-        """Class of each section by the name of its field."""
-        return {
-            entry.name: entry.default_factory  # type: ignore[misc]
-            for entry in fields(self)
-            if dataclasses.is_dataclass(entry.default_factory)
-        }
-
     @abstractmethod
     def run_config(self, parallel: ParallelConfig) -> Any:
         """Returns the same settings as our own frozen configuration. Raises `ConfigError`: a value that cannot work."""
@@ -377,7 +369,7 @@ class PackProvider(DatasetProvider):
 
     def finalize(self) -> None:
         """Refuses the first field that cannot work; called by ``ConfigContainer.validate()``."""
-        refuse_unknown_names(self, self.sections())
+        refuse_unknown_names(self)
         check_types(self)
         super().finalize()
         if not self.path:
@@ -415,9 +407,7 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
             return
-        evaluates = self.do_validation and getattr(
-            getattr(container, "validation", None) or container.train, "eval_iters", 0
-        )
+        evaluates = self.do_validation and container.validation.eval_iters
         if has_global_packs(self.path) and not self.validation_path and evaluates:
             raise ConfigError(
                 f"dataset.path {self.path} is a plan, or packed from one, which has no other split to evaluate on; "
@@ -547,16 +537,15 @@ def check_types(dataset: Any) -> None:
     from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
 
 
-def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
-    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section (name of its
-    field -> class).
+def refuse_unknown_names(dataset: Any) -> None:
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
 
     Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
     """
-    known = {entry.name for entry in fields(dataset)}
-    for name in (name for name in set(vars(dataset)) - known if not name.startswith("_")):
-        for section, twin in sections.items():
-            if name in {entry.name for entry in fields(twin)}:
+    known: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(dataset)}
+    for name in (name for name in set(vars(dataset)) - {*known} if not name.startswith("_")):
+        for section, made in known.items():
+            if dataclasses.is_dataclass(made) and name in {entry.name for entry in fields(made)}:
                 raise ConfigError(f"dataset.{name} is not a setting; use dataset.{section}.{name}.")
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ConfigError(f"dataset.{name} is not a setting; did you mean dataset.{near[0]}?")

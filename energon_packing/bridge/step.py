@@ -99,9 +99,7 @@ def log_kernel() -> None:
             _log_once(f"Packed rows: {name} attention, backend {chosen.get(f'{name}_attention_backend')}")
 
 
-@functools.cache
-def _log_once(text: str) -> None:
-    logging.getLogger(__name__).info(text)
+_log_once = functools.cache(logging.getLogger(__name__).info)
 
 
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:

@@ -18,14 +18,7 @@ from typing import Any
 
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
 from energon_packing.chat.structures import AnswerSearch, Reading, StopTokens, TemplateReader
-from energon_packing.chat.thinking import (
-    OPEN,
-    TrainedSpan,
-    check_closed,
-    strip_thinking,
-    trim_empty_thinking,
-    without_spans,
-)
+from energon_packing.chat.thinking import OPEN, TrainedSpan, as_shown, without_spans
 from energon_packing.config import Thinking, ToolDefinitions, TrainLineBreak, TrainOn
 from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
@@ -98,7 +91,7 @@ class ChatTemplate:
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)
-        if thinking in ("mask", "trim_empty") and not self.renderer.thinking.has_marks:
+        if thinking in ("mask", "trim_empty") and "" in self.renderer.thinking:  # as one of its marks
             raise ConfigError(
                 f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
                 "tells it from the answer; use keep or strip, or another encoder.chat_template."
@@ -122,7 +115,7 @@ class ChatTemplate:
                 has no word, ``nothing_to_learn`` if no character is trained.
             ConfigError: the template is not valid Jinja.
         """
-        conversation = self._shown(conversation)
+        conversation = as_shown(conversation, self.thinking)
         reading = self._reader.read(conversation)
         text = reading.text
         try:
@@ -169,7 +162,7 @@ class ChatTemplate:
         None if the template does not tell: it refuses those turns alone or renders them differently, and they do not
         end with an answer.
         """
-        conversation = self._shown(conversation)
+        conversation = as_shown(conversation, self.thinking)
         try:
             messages, tools = self.renderer.messages(conversation)
             before, _ = self.renderer.run(messages[:turns], tools)
@@ -178,13 +171,6 @@ class ChatTemplate:
         if before is not None and chat.text.startswith(before):
             return len(before)
         return dict(chat.ends).get(turns)
-
-    def _shown(self, conversation: Conversation) -> Conversation:
-        """The conversation that is passed to the template."""
-        if self.thinking == "mask":
-            check_closed(conversation)
-        change = {"strip": strip_thinking, "trim_empty": trim_empty_thinking}.get(self.thinking)
-        return change(conversation) if change else conversation
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
         """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it. A text that

@@ -8,6 +8,7 @@ surrounds its thinking are the template's marks (`find_form`).
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from energon_packing.conversation import Conversation, Part, Turn
@@ -17,7 +18,7 @@ OPEN, CLOSE = "<think>", "</think>"
 TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
 LINE_ENDS = "\r\n"
 """What belongs to a tag beside it; spaces and tabs belong to the text."""
-_EMPTY_OPENING = re.compile(rf"\s*{re.escape(OPEN)}\s*{re.escape(CLOSE)}[{LINE_ENDS}]*")
+_EMPTY_OPENING = re.compile(rf"\A\s*{re.escape(OPEN)}\s*{re.escape(CLOSE)}[{LINE_ENDS}]*")
 _A_TAG = re.compile(r"\s*(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|◁[^◁▷\s]{1,40}▷)")
 
 
@@ -45,11 +46,6 @@ class ThinkingForm(NamedTuple):
     opening: str
     closing: str
     breaks: int
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether thinking can be told from the answer."""
-        return bool(self.opening and self.closing)
 
     def before(self, text: str, start: int, end: int) -> int | None:
         """Returns where the marks begin that end at ``end``, white space aside; None if none is in ``[start, end)``."""
@@ -116,28 +112,24 @@ def tagged(thinking: str) -> str:
     return f"{OPEN}\n{thinking.strip('\n')}\n{CLOSE}\n\n"
 
 
-def strip_thinking(conversation: Conversation) -> Conversation:
-    """Returns the conversation without the assistant's thinking, its tags and the line ends after them. Raises
-    SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text."""
-    return _changed(conversation, _without_thinking)
+def as_shown(conversation: Conversation, choice: str) -> Conversation:
+    """Returns the conversation as a template is to show it under ``encoder.thinking``: with ``strip`` without thinking,
+    its tags and the line ends after them, with ``trim_empty`` without empty thinking at the beginning of answers.
+    Raises SampleRejected: ``unclosed_thinking`` if for ``strip`` a tag has no partner in its text, or for ``mask`` an
+    opening one has none."""
+    if choice == "mask":
+        check_closed(conversation)
+    if choice not in ("strip", "trim_empty"):
+        return conversation
+    change = _without_thinking if choice == "strip" else partial(_EMPTY_OPENING.sub, "")
 
-
-def trim_empty_thinking(conversation: Conversation) -> Conversation:
-    """Returns the conversation without empty thinking spans at the beginning of answers."""
-    return _changed(
-        conversation, lambda text: text[found.end() :] if (found := _EMPTY_OPENING.match(text)) else text, keep=True
-    )
-
-
-def _changed(conversation: Conversation, change: Callable[[str], str], *, keep: bool = False) -> Conversation:
     def rewritten(turn: Turn) -> Turn:
-        thinking = turn.thinking if keep and (turn.thinking or "").strip() else None
+        thinking = turn.thinking if choice == "trim_empty" and (turn.thinking or "").strip() else None
         parts = turn.parts
         if "think>" in turn.text:
             changed = (change(part) if isinstance(part, str) else part for part in parts)
             parts = tuple(part for part in changed if part != "")
-        same = (turn.thinking, turn.parts) == (thinking, parts)
-        return turn if same else dataclasses.replace(turn, parts=parts, thinking=thinking)
+        return dataclasses.replace(turn, parts=parts, thinking=thinking)
 
     turns = tuple(rewritten(turn) if turn.role == "assistant" else turn for turn in conversation.turns)
     return conversation if turns == conversation.turns else dataclasses.replace(conversation, turns=turns)

@@ -170,7 +170,7 @@ def convert(
     if out is None and not dry_run:
         raise click.UsageError("Missing option '--out'; only --dry-run does without it.")
     others = f" and {counted(len(sources) - 1, 'other source')}" if len(sources) > 1 else ""
-    starting(f"{'Checking' if dry_run else 'Converting'} {shown(sources[0])}{others}", quiet=as_json, models=False)
+    starting(f"{'Checking' if dry_run else 'Converting'} {shown(sources[0])}{others}", quiet=as_json)
     config = ConvertConfig(
         sources=sources,
         out=out or Path(),

@@ -24,7 +24,7 @@ _STYLES = {"ok": "green", "changed": "yellow", "dropped": "bold red", "rejected"
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("key")
-@click.argument("path", metavar="DATASET|PLAN", type=PATH)
+@click.argument("path", metavar="DATASET|INDEX|PLAN|PACKED", type=PATH)
 @config_options
 @click.option("--ledger", type=PATH, help="Ledger of a run. Default: packing.ledger.")
 @json_option
@@ -34,21 +34,17 @@ def explain(
     """Say what happened to the sample KEY, from its source to its pack or drop.
 
     In a data set, the sample is read, measured and decoded again as in training, and the ledger of a run says which
-    pack it went to. A plan gives its pack, place and neighbours.
+    pack it went to. Samples of the same key are all told, those of the run's split first. An index has its lengths, a
+    plan its pack, place and neighbours, and a packed directory the shard too.
     """
     starting(f"Looking for {key} in {path}", quiet=as_json)
-    from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.report.sample_story import events_of_plan, story_in_dataset
+    from energon_packing.offline.data_paths import is_index, is_packed, is_plan
+    from energon_packing.report.sample_story import story_in_dataset, story_in_index, story_in_plan
 
-    if is_packed(path):
-        raise UserError(f"{path} holds packs; give the plan that it was packed from, or its data set.")
-    if is_plan(path):
+    if is_index(path) or is_plan(path) or is_packed(path):
         if ledger is not None or config_path is not None or overrides:
-            raise UserError("A plan needs no --config, --set or --ledger to be explained; leave them out.")
-        from energon_packing.offline.explain import explanation
-        from energon_packing.offline.plan import Plan
-
-        events = events_of_plan(explanation(Plan.open(path), key))
+            raise UserError("An index or a plan needs no --config, --set or --ledger to be explained; leave them out.")
+        events = (story_in_index if is_index(path) else story_in_plan)(key, path)
     else:
         events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
     told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}

@@ -48,7 +48,7 @@ def init(
 
     Every setting is in it: those that you give, and all others as comments with their defaults.
     """
-    starting(f"Writing {out}", quiet=as_json, models=False)
+    starting(f"Writing {out}", quiet=as_json)
     from energon_packing.config import ParallelConfig
     from energon_packing.convert.layout import dataset_entry
     from energon_packing.offline.data_paths import has_global_packs

@@ -59,15 +59,6 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     )
 }
 
-REMOVED: dict[str, str] = {
-    "fill": "use `energon-packing stats --fill LENGTHS`",
-    "size": "use `python scripts/size.py DATASET... --config CFG --samples N` in a checkout",
-    "profile": "use `python scripts/loader_profile.py DATASET --config CFG` in a checkout",
-    "watch": "look at the metrics in TensorBoard, in Weights & Biases, or in the files of metrics.directory",
-    "parity": "use `python scripts/parity.py` in a checkout of energon-packing",
-}
-"""Commands of the release before -> what to do instead. They exit with 2."""
-
 
 class CommandGroup(click.Group):
     """A click group that knows its subcommands by name, imports one when it is used, and reports errors in one place.
@@ -88,10 +79,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, but an error about an unknown name suggests the nearest one, and one about a removed name tells
-        its new place."""
-        if args[0] in REMOVED:
-            raise click.UsageError(f"`energon-packing {args[0]}` is removed; {REMOVED[args[0]]}.", ctx)
+        """As click's, but an error about an unknown name suggests the nearest one."""
         if args[0] not in self.table and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.table, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self.table)}."
@@ -127,12 +115,16 @@ def _run(group: CommandGroup, arguments: list[str], name: str, extra: dict[str, 
     debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0") or "--debug" in before_command
     as_json = "--json" in arguments
     try:
-        with group.make_context(name, list(arguments), **extra) as context:
-            group.invoke(context)
+        code = 0
+        try:
+            with group.make_context(name, list(arguments), **extra) as context:
+                group.invoke(context)
+        except click.exceptions.Exit as end:
+            code = end.exit_code
+        except SystemExit as end:  # what rich makes of a closed pipe, with the code of a failed check
+            raise end.__context__ if isinstance(end.__context__, BrokenPipeError) else end from None
         sys.stdout.flush()
-        return 0
-    except click.exceptions.Exit as end:
-        return end.exit_code
+        return code
     except click.ClickException as error:
         if as_json:
             _report(error.format_message(), as_json)

@@ -66,7 +66,7 @@ def plan(
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
     check_plan_name(out)
-    starting(f"Planning packs of {', '.join(map(str, given))}", quiet=as_json, models=False)
+    starting(f"Planning packs of {', '.join(map(str, given))}", quiet=as_json)
     from energon_packing.offline.index import Index, kind_of
     from energon_packing.offline.planner import make_plan
 

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +55,7 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @click.argument("path", metavar="DATASET|INDEX|PLAN|LENGTHS", type=PATH)
 @config_options
 @split_option
-@defaulted("--samples", type=AT_LEAST_1, default=2000, help="Samples to measure, drawn at random.")
+@defaulted("--samples", type=click.IntRange(min=2), default=2000, help="Samples to measure, drawn at random.")
 @click.option("--full", is_flag=True, help="Measure all samples of a data set.")
 @click.option("--workers", type=AT_LEAST_0, help="Processes for --full. Default: one per CPU, up to 8.")
 @_many("--seq-length", "To compare.")
@@ -86,7 +88,7 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     fill = options["fill"]
     if wrong := sorted(asked - {"fill"} - _OF_FILL - _OF_BOTH if fill else asked & _OF_FILL):
-        named = ", ".join(f"--{name.removesuffix('_path').replace('_', '-')}" for name in wrong)
+        named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
         raise UserError(f"`stats{' --fill' * fill}` does not take {named}; leave it out.")
     starting(f"{'Packing' if fill else 'Reading'} {path}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
@@ -99,13 +101,14 @@ def _statistics(given: SimpleNamespace) -> None:
     from energon_packing.report.stats_page import stats_page
 
     run = load_config(given.config_path, given.overrides)
+    given.split = given.split if "split" in given.asked else run.data.split
     stages = dict.fromkeys(("sample", "measure"), "measuring")
-    with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
-        samples = _samples(given, run, shown)
-    report = stats_report(
-        samples, run, seq_lengths=given.seq_length, multiples=given.multiple, windows=given.window, seed=given.seed
-    )
-    if given.data_parallel is not None:
+    with ExitStack() as stack:
+        with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
+            samples = _samples(given, run, shown, stack)
+        choices = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
+        report = stats_report(samples, run, **choices, ranks=given.data_parallel or 1, seed=given.seed)
+    if given.data_parallel is not None and samples.kind == "data set":
         report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
         write_whole(given.html, stats_page(report))
@@ -118,20 +121,23 @@ def _statistics(given: SimpleNamespace) -> None:
     answer(report, given.as_json, show, ensure_ascii=False, indent=1)
 
 
-def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> Any:
-    from energon_packing.offline.data_paths import is_packed, is_plan
-    from energon_packing.offline.index import INDEX_FILE, Index
+def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack: ExitStack) -> Any:
+    from energon_packing.offline.data_paths import is_index, is_packed, is_plan
+    from energon_packing.offline.index import Index
     from energon_packing.offline.plan import Plan
     from energon_packing.report.stats_samples import samples_of_dataset, samples_of_index, samples_of_plan
 
     path = given.path
-    is_index = (path / INDEX_FILE).is_file()
-    is_measured = is_plan(path) or is_index
+    is_measured = is_plan(path) or is_index(path)
     refuse(
         (is_packed(path), f"{path} holds packs; give the plan that it was packed from, or its data set."),
         (
-            is_measured and given.asked & {"full", "workers", "split", "samples", "data_parallel"},
-            f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already.",
+            is_measured and given.asked & {"full", "workers", "split", "samples"},
+            f"--full, --workers, --split and --samples are for data sets; {path} is measured already.",
+        ),
+        (
+            is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed", "data_parallel"},
+            f"{path} lacks what it dropped; compare settings with --seq-length, --multiple and --window on its index.",
         ),
         (given.full and "samples" in given.asked, "--full measures all samples; leave out --samples, or --full."),
         (
@@ -146,43 +152,37 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress) -> An
     )
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
-    if is_index:
+    if is_index(path):
         return samples_of_index(Index.open(path), str(path))
     if not given.full:
         return samples_of_dataset(str(path), given.split, run, most=given.samples, seed=given.seed, progress=shown)
     from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
-    with dry_workspace() as directory:  # goes after SIGTERM, too
-        config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
-        index = measure(config, run, shown).index
-        assert index is not None  # this command measures all shards itself
-        return samples_of_index(index, str(path))
+    directory = stack.enter_context(dry_workspace())  # goes after SIGTERM, too
+    config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
+    index = measure(config, run, shown).index
+    assert index is not None  # this command measures all shards itself
+    return replace(samples_of_index(index, str(path)), kind="data set")
 
 
 def print_stats(console: Console, report: Mapping[str, Any]) -> None:
     """Prints the report of `energon_packing.report.stats.stats_report`."""
-    from energon_packing.report.stats import QUANTITIES
-    from energon_packing.report.stats_page import (
-        bin_name,
-        drop_cells,
-        group_cells,
-        number,
-        packing_cells,
-        share,
-        source_sentence,
-    )
+    from energon_packing.report import stats_page as page
 
-    say(f"{report['path']}: {source_sentence(report)}", wrap=True)
+    say(f"{report['path']}: {page.source_sentence(report)}", wrap=True)
     quantities = {name: found for name, found in report["quantities"].items() if found["samples"]}
-    forms = {"trained_share": share}
     rows: list[Sequence[Any]] = [
         (
-            QUANTITIES[name][0],
-            *(forms.get(name, number)(found[key]) for key in ("mean", "p50", "p95", "p99", "largest")),
-            "" if name in forms else number(found["sum"], found["sum_error"]),
+            page.QUANTITIES[name][0],
+            *(
+                "" if None in (found[key], found.get(f"{key}_error", 0)) else page.with_error(found, key, form)
+                for key in ("mean", "p50", "p95", "p99", "largest")
+            ),
+            "" if form is page.share else page.number(found["sum"], found["sum_error"]),
         )
         for name, found in quantities.items()
+        for form in [page.share if name == "trained_share" else page.number]
     ]
     console.print(table(rows, left=("",), right=("mean", "median", "95 %", "99 %", "largest", "in all")))
     for name in [name for name in ("tokens", "trained_share") if name in quantities]:  # --html draws all
@@ -190,29 +190,31 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         top = max(each["share"] for each in bins)
         rows = [
             (
-                bin_name(each, name),
-                share(each["share"]) + (f" \u00b1{100 * each['error']:.1f}" if each["error"] else ""),
+                page.bin_name(each, name),
+                page.share(each["share"]) + (f" \u00b1{100 * each['error']:.1f}" if each["error"] else ""),
                 _bar(each["share"] / top),
             )
             for each in bins
         ]
-        console.print(table(rows, left=(QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
+        console.print(table(rows, left=(page.QUANTITIES[name][1],), right=("share of samples",), wide=("",)))
     groups = ("samples", "share", "tokens", "share", "trained", "dropped")
     for title, name in (("by modality", "modalities"), ("by data set", "datasets")):
         if report[name]:
-            rows = [(*shown[:5], *shown[6:]) for shown in map(group_cells, report[name])]
+            rows = [(*shown[:5], *shown[6:]) for shown in map(page.group_cells, report[name])]
             console.print(table(rows, left=(title,), right=groups))
     if readers := report.get("readers"):
-        console.print(_readers(readers, number, share))
+        console.print(_readers(readers, page.number, page.share))
     if report["drops"]:
-        console.print(table(map(drop_cells, report["drops"]), left=("dropped",), right=("samples", "share")))
+        console.print(table(map(page.drop_cells, report["drops"]), left=("dropped",), right=("samples", "share")))
     print_warnings(report["warnings"])
-    names = ("mult.", "window", "fill", "align", "tail", "lost", "packs", "steps")
-    if report["plan"]:
-        say("This plan", style="bold")
-        console.print(table([packing_cells(report["plan"])], left=("row",), right=names, fold=False))
-        say("Packed anew", style="bold")
-    console.print(table(map(packing_cells, report["packing"]), left=("row",), right=names, fold=False))
+    if not report["packing"]:
+        told = page.plan_sentences(report["plan"]) if report["plan"] else ()
+        say(*told, *report["recommendation"]["reasons"], wrap=True)
+        return
+    names = ("mult.", "window", "fill", "lost", "packs", "steps")
+    say(page.own_sentence(report), wrap=True)
+    rows = [page.packing_cells(row)[:7] for row in report["packing"]]
+    console.print(table(rows, left=("row",), right=names, fold=False))
     say("Recommended", style="bold")
     say(*(f"  {name}={value}" for name, value in report["recommendation"]["settings"].items()), style="green")
     grid = Table.grid(padding=(0, 1))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -42,6 +43,27 @@ def cell(value: Any, style: str = "", *, line_break: str = "\u23ce") -> Text:
     return value if isinstance(value, Text) else Text(text, style, overflow="fold")
 
 
+class Columns(Table):
+    """A table, or where its numbers do not fit beside each other, a line for each row with the name of each value: no
+    digit is cut off. Columns that fold need a dozen characters."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = len(self.columns) + sum(
+            (widest if column.no_wrap else min(widest, 12)) + self.padding[1] + self.padding[3]
+            for column in self.columns
+            for widest in [max(cell_len(str(each)) for each in (column.header, *column.cells))]
+        )
+        if not self.show_header or room <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        yield from [Text(str(self.title))] if self.title else ()
+        heads = [f"{column.header}: " if column.header else "" for column in self.columns]
+        bars = [not column.header and column.ratio for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            shown = zip(heads, map(str, row), bars, strict=True)
+            yield cell("; ".join(head + value for head, value, bar in shown if value and not bar), line_break="\n")
+
+
 def table(
     rows: Iterable[Sequence[Any]],
     *,
@@ -52,9 +74,9 @@ def table(
     title: str | None = None,
 ) -> Table:
     """A table for a terminal of any width, whose columns are texts (they fold, unless there are wide ones or ``fold``
-    is False), numbers, and long texts that share the rest of the width; see `cell`."""
+    is False), numbers, and long texts that share the rest of the width; see `cell` and `Columns`."""
     padding = (0, 1) if wide else (0, 1, 0, 0)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
+    shown = Columns(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, title=title, title_justify="left")
     for name in left:
         shown.add_column(name, overflow="fold", no_wrap=bool(wide) or not fold)
     for name in right:
@@ -79,17 +101,10 @@ def print_warnings(warnings: Iterable[str]) -> None:
         Console().print(cell(f"warning: {sentence}", "yellow"))
 
 
-def starting(what: str, *, quiet: bool, models: bool = True) -> None:
-    """Says on standard error what a command does, before imports that take seconds, above all those of ``models``;
-    nothing with --json."""
+def starting(what: str, *, quiet: bool) -> None:
+    """Says on standard error what a command does, before imports that take seconds; nothing with --json."""
     if not quiet:
         click.echo(f"{visible(what)} ...", err=True)
-    if models:
-        import importlib.metadata
-
-        from energon_packing.cli.installed import packages_distributions
-
-        importlib.metadata.packages_distributions = packages_distributions
 
 
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":

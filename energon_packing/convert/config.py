@@ -68,11 +68,6 @@ class ColumnMap:
     def __bool__(self) -> bool:
         return bool(self.columns or self.roles or self.only)
 
-    def with_id(self, record: Any) -> Any:
-        """What a record says about its key: the record itself, or its id alone under the usual name."""
-        theirs = self.columns.get("id")
-        return record if theirs is None or not isinstance(record, dict) else {"id": record.get(theirs)}
-
     def apply(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         """A record under the names that layouts read, and the names of filled columns that were left out; raises
         ``conflicting_columns`` if a name is filled under both its own name and the given one."""

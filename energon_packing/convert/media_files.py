@@ -43,7 +43,7 @@ _EXTENSION_OF_CONTAINER = {
     "mov": "mp4", "matroska": "mkv", "avi": "avi", "mpeg": "mpg", "mpegts": "ts", "mpegvideo": "mpg", "flv": "flv",
     "asf": "wmv", "ogg": "ogv", "gif": "gif",
 }  # fmt: skip
-_CONTAINER_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
+VIDEO_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,38 +171,25 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     from energon_packing.media.probe import image_info, jpeg_info, probe_video  # text needs neither Pillow nor FFmpeg
 
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
-    digest = _digest(stream)
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]  # type: ignore[arg-type]
     decode = config.check_media == "full"
     found: Any = None
     if kind == "image":
         found = None if decode else jpeg_info(head)
         if found is None or found.width * found.height > config.max_pixels:
-            found = image_info(path, max_pixels=config.max_pixels, decode=decode)
+            found = image_info(stream, max_pixels=config.max_pixels, decode=decode)
         extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())
     else:
-        found = probe_video(path, max_pixels=config.max_pixels, decode=decode)
+        found = probe_video(stream, max_pixels=config.max_pixels, decode=decode)
         suffix = Path(path).suffix.lower().lstrip(".")
         of_container = filter(None, map(_EXTENSION_OF_CONTAINER.get, found.container.split(",")))
-        extension = suffix if suffix in _CONTAINER_SUFFIXES else next(of_container, "mp4")
+        extension = suffix if suffix in VIDEO_SUFFIXES else next(of_container, "mp4")
     return MediaFile(kind=kind, path=path, name=f"{digest}.{extension}", size=size, **found._asdict())
 
 
 MEDIA_KINDS: Mapping[str, FileKind] = {
     kind: FileKind(check=check_media, made=MediaFile, corrupt="corrupt_media") for kind in ("image", "video")
 }
-
-_BLOCK = bytearray(1 << 16)
-"""Read into again and again: a new buffer for each file would cost as much as hashing it, and so does a larger one,
-which a processor's cache does not hold."""
-
-
-def _digest(stream: BinaryIO) -> str:
-    """The first 32 hexadecimal digits of a file's SHA-256."""
-    digest = hashlib.sha256()
-    view = memoryview(_BLOCK)
-    while size := stream.readinto(view):  # type: ignore[attr-defined]
-        digest.update(view[:size])
-    return digest.hexdigest()[:32]
 
 
 def open_regular(path: str) -> Any:
@@ -212,7 +199,7 @@ def open_regular(path: str) -> Any:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", path)
-    return os.fdopen(descriptor, "rb")
+    return open(path, "rb", opener=lambda *_: descriptor)  # PyAV asks for the name
 
 
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")
@@ -420,10 +407,8 @@ class MediaChecker:
                 return of.check(stream, path, size, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
-        except UserError:
-            raise
         except Exception as error:  # a file may do anything to its decoder, and costs itself only
-            if is_machines(error):
+            if isinstance(error, UserError) or is_machines(error):
                 raise
             if isinstance(error, OSError):
                 return SampleRejected("missing_media", f"cannot be read: {error.strerror or error}")

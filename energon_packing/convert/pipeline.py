@@ -59,7 +59,7 @@ from energon_packing.convert.shards import (
     spool_file,
 )
 from energon_packing.convert.sources import find_chunks, read_chunk
-from energon_packing.convert.tables import close_table
+from energon_packing.convert.tables import opened_table
 from energon_packing.convert.workspace import (
     JOURNAL,
     check_out,
@@ -147,7 +147,7 @@ class Auditing:
         if self._spool is not None:
             self._spool.close()
             self._checker.close()
-            close_table()
+            opened_table.cache_clear()
 
     def name(self, task: Chunk) -> str:
         """Of the records."""
@@ -161,11 +161,13 @@ class Auditing:
         audit = ChunkAudit(spool=self._number, offset=self._spool.tell())
         directory = self._config.media_root or Path(task.source.address or task.source.path).parent
         root = remote_address(directory) or directory.resolve()
-        names = self._config.column_map
+        names = self._config.column_map.columns
         contents: list[bytes] = []
-        found = read_chunk(task, max_record_bytes=self._config.max_record_bytes, columns=names.columns)
+        found = read_chunk(task, max_record_bytes=self._config.max_record_bytes, columns=names)
         for index, raw in enumerate(chain.from_iterable(map(unlisted, found))):
-            wanted = names.with_id(raw.value)
+            wanted = raw.value
+            if "id" in names and isinstance(wanted, dict):
+                wanted = {"id": wanted.get(names["id"])}
             if isinstance(raw.value, Conversation):  # whose key is "messages" if `from_messages` was given none
                 wanted = {} if raw.value.key == "messages" else {"id": raw.value.key}
             key, named, warnings = wanted_key(wanted, raw.source.name, raw.number)

@@ -127,17 +127,8 @@ class ShardPiece:
     content: int = 0
     last: bool = False
 
-    def add_record(self, name: str, size: int, spool: int, offset: int) -> int:
-        """Adds a member whose content a spool file holds; returns where its content begins in the tar."""
-        self.records.append((name, size, spool, offset))
-        return self._add(size)
-
-    def add_file(self, file: StoredFile) -> int:
-        """Adds a media file; returns where its content begins in the tar."""
-        self.files.setdefault(len(self.records) - 1, []).append(file)
-        return self._add(file.stamp.size)
-
-    def _add(self, size: int) -> int:
+    def add(self, size: int) -> int:
+        """Makes room for a member with a content of ``size`` bytes; returns where that begins in the tar."""
         begin = self.end + BLOCK
         self.end += BLOCK + size + -size % BLOCK
         self.content += size
@@ -432,10 +423,12 @@ class SampleStore:
         piece, number = tars.sample()
         start = piece.end
         if record is not None:
-            index.parts.append((tars.number, number, "json", piece.add_record(*record), record[1]))
+            piece.records.append(record)
+            index.parts.append((tars.number, number, "json", piece.add(record[1]), record[1]))
         for file in files:
             size = file.stamp.size
-            index.parts.append((tars.number, number, file.name[len(key) + 1 :], piece.add_file(file), size))
+            piece.files.setdefault(len(piece.records) - 1, []).append(file)
+            index.parts.append((tars.number, number, file.name[len(key) + 1 :], piece.add(size), size))
             if file.metadata is not None:
                 index.media.append((file.name, *file.metadata))
             tars.bytes += size

@@ -195,14 +195,10 @@ class _Table:
 
 
 @lru_cache(maxsize=1)
-def _opened(path: Path, size: int, changed: int) -> _Table:
-    """The file that this process reads rows of; size and time stamp tell a replaced file from the one before."""
+def opened_table(path: Path, size: int, changed: int) -> _Table:
+    """The file that this process reads rows of, until the cache is cleared; size and time stamp tell a replaced file
+    from the one before."""
     return _Table(path)
-
-
-def close_table() -> None:
-    """Lets go of the file that this process reads rows of, if there is one."""
-    _opened.cache_clear()
 
 
 def find_rows(source: SourceFile, chunk_bytes: ChunkBytes) -> Iterator[Chunk]:
@@ -237,7 +233,7 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     source, row = chunk.source, chunk.start
     try:
         status = source.path.stat()
-        for first, batch in _opened(source.path, status.st_size, status.st_mtime_ns).rows(row, chunk.end):
+        for first, batch in opened_table(source.path, status.st_size, status.st_mtime_ns).rows(row, chunk.end):
             yield from _records(chunk, first, batch, max_record_bytes)
             row = first + batch.num_rows
     except _DAMAGE as error:
@@ -245,7 +241,7 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             raise
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
-        close_table()
+        opened_table.cache_clear()
         for number in range(row, chunk.end):
             yield chunk.broken(number, one_line(error), _CONTENT)
 

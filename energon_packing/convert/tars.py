@@ -23,6 +23,7 @@ from energon_packing.convert.columns import COLUMNS
 from energon_packing.convert.fields import expect
 from energon_packing.convert.json_text import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS, has_turns
+from energon_packing.convert.media_files import VIDEO_SUFFIXES
 from energon_packing.errors import SampleRejected
 
 OF_LISTS = frozenset(
@@ -91,7 +92,6 @@ _MOST_SAMPLES = 1024
 _MOST_MEMBERS = 4096  # of one sample
 _LARGEST_PICKLE = 1 << 30
 _IMAGES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif"))
-_VIDEOS = frozenset(("mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"))
 _AUDIO = frozenset(("wav", "flac", "mp3", "ogg", "m4a", "audio"))
 _PICKLED: Mapping[str, MediaKind] = {"jpgs": "image", "videos": "video", "mp4s": "video"}
 
@@ -225,7 +225,7 @@ def _add_media(value: dict[str, Any], key: str, members: tuple[MemberBytes, ...]
         extension = suffix.rpartition(".")[2]
         if suffix == "json" or (suffix == "txt" and "caption" in value):
             continue
-        if extension in _IMAGES or extension in _VIDEOS:
+        if extension in _IMAGES or extension in VIDEO_SUFFIXES:
             found["image" if extension in _IMAGES else "video"].append(member.name)
         elif extension in _PICKLED:
             kind = _PICKLED[extension]

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from energon_packing.chat.thinking import tagged
-from energon_packing.conversation import MediaKind, MediaPart, Part, Role, Turn, text_turn
+from energon_packing.conversation import MediaKind, MediaPart, Part, Role, Turn
 from energon_packing.convert.columns import (
     AUDIO,
     FRAME_TIMING,
@@ -257,7 +257,7 @@ def read_turns(
                 and "<image>" not in content
                 and "<video>" not in content
             ):
-                turns.append(text_turn(role, content))
+                turns.append(Turn(role=role, parts=(content,)))
                 continue
         turns.append(read_turn(message, number, fields, media, column))
     for turn in turns:

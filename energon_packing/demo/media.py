@@ -8,15 +8,13 @@ from random import Random
 from typing import Self
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont
 
 from energon_packing.demo import words
 from energon_packing.media.probe import pyav
 
 Exchange = tuple[str, str]
 """A question and its answer, which follows from the picture or from the text before it."""
-ORIENTATION = 0x0112
-"""The EXIF tag; 3 is upside down, 6 and 8 are stored on their side."""
 _STORED = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 _QUALITY = {".jpg": {"quality": 85}, ".webp": {"quality": 80, "method": 0}, ".png": {"compress_level": 3}}
 
@@ -109,7 +107,7 @@ class Picture:
         if exif_orientation != 1:
             # 6 means "turn the stored pixels by 90 degrees clockwise", so they are stored turned the other way.
             image = image.transpose(_STORED[exif_orientation])
-            exif[ORIENTATION] = exif_orientation
+            exif[ExifTags.Base.Orientation] = exif_orientation
         image.save(path, None, exif=exif, **_QUALITY[path.suffix])
 
 

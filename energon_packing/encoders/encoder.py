@@ -34,7 +34,6 @@ from energon_packing.encoders.tokenized import (
     SpecialTexts,
     TextTokenizer,
     TokenizedText,
-    any_of,
     check_reserved,
 )
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
@@ -281,7 +280,7 @@ class ConversationEncoder(SampleEncoder):
         targets = int(np.count_nonzero(trained[1:]))
         if not targets:
             raise SampleRejected("nothing_to_learn", "the conversation has no target tokens")
-        positions = np.flatnonzero(any_of(ids, self._run_ids)).astype(np.int32)
+        positions = np.flatnonzero(np.isin(ids, self._run_ids)).astype(np.int32)
         lengths = np.array([run for plan in plans for run in plan.runs], dtype=np.int32)
         if len(positions) != len(lengths):
             raise SampleRejected(

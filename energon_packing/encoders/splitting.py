@@ -64,19 +64,16 @@ def split(
     bounds = [0]
     while bounds[-1] < ends[-1]:
         start = bounds[-1]
-        low, high = bisect_right(ends, start), len(ends)
-        first = low
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if fits(*sizes.between(start, ends[middle])) else (low, middle)
-        if low == first:
+        first = bisect_right(ends, start)
+        fitting = bisect_left(ends, True, first, key=lambda end: not fits(*sizes.between(start, end)))
+        if fitting == first:
             tokens, images, patches, *_ = sizes.between(start, ends[first])
             raise SampleRejected(
                 "oversize",
                 f"{measured.length} tokens cannot be split: one part that must stay whole has {tokens} tokens, "
                 f"{images} images and {patches} patches, more than a pack holds",
             )
-        end = ends[low - 1]
+        end = ends[fitting - 1]
         if at == "turn" and end < ends[-1]:
             end = last_turn(start, end) or end
         bounds.append(end)

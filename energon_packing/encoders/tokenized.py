@@ -8,7 +8,7 @@ import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,20 +307,6 @@ def use_one_thread() -> None:
 def _one_thread() -> bool:
     value = os.environ.get(_THREADS)
     return value is not None and value.lower() in ("", "off", "false", "f", "no", "n", "0")
-
-
-def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
-    """Returns which ``ids`` are among some that are asked for often, bool of the same shape; far faster than
-    ``np.isin``."""
-    return _table(tuple(wanted)).take(ids, mode="clip")
-
-
-@lru_cache(maxsize=64)
-def _table(wanted: tuple[int, ...]) -> np.ndarray:
-    """bool ``[highest id + 2]``; the last one is False and stands for all higher ids."""
-    table = np.zeros(max(wanted, default=-1) + 2, dtype=bool)
-    table[list(wanted)] = True
-    return table
 
 
 _LOSSLESS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})

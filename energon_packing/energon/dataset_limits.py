@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, from_mapping, to_mapping
+from energon_packing.config import LimitsConfig, PackingConfig, from_mapping, to_mapping
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.errors import ConfigError
@@ -78,17 +78,6 @@ def _where(sample: Any) -> str:
 
 PAIRS = (("max_tokens", "seq_length"), ("max_visual_tokens", "seq_length"), ("max_images", "max_images_per_pack"))
 """Each limit of a sample, with the limit of a pack that it may not exceed."""
-
-
-def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfig:
-    """Returns the encoder's configuration with ``encoder.limits`` no higher than what a pack may hold, see `lowered`;
-    warns once, naming every limit that was lowered."""
-    limits, sentences = lowered(encoder.limits, packing)
-    if not sentences:
-        return encoder
-    named = ", ".join(f"encoder.limits.{sentence}" for sentence in sentences)
-    warnings.warn(f"A sample must fit into a pack, so these were lowered: {named}.", stacklevel=3)
-    return dataclasses.replace(encoder, limits=limits)
 
 
 def lowered(limits: LimitsConfig, packing: PackingConfig) -> tuple[LimitsConfig, list[str]]:

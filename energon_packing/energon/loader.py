@@ -30,14 +30,13 @@ from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.energon.cookers import guard_shards
 from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
-from energon_packing.energon.metrics import PackingMonitor
+from energon_packing.energon.metrics import PackSums, sums_of
 from energon_packing.energon.samples import Pack, shares_of
 from energon_packing.energon.states import check_fingerprint, copied, save_shallowly, settings_of, tell_of_accepted
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.workers import answered, in_sentences, in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError, be_patient, read_again
 from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
-from energon_packing.packing.statistics import PackStatistics
 from energon_packing.trust import trusting
 
 _PLACES: Counter[str] = Counter()  # loaders of this process in the ranks' store, by what all ranks know of them
@@ -85,7 +84,7 @@ class LoaderBase(ABC):
             raise ConfigError(f"epoch_end={epoch_end!r} needs padding, a function that makes an empty pack.")
         self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
         self.capacity = capacity
-        self._monitor = None if capacity is None else PackingMonitor(capacity)
+        self._sums = PackSums()
         self.epoch_report: EpochReport | None = None
         self._shares, self._rank, self._world_size = shares, rank, world_size
         self._pooling: Callable[[], Any] | None = None
@@ -122,8 +121,8 @@ class LoaderBase(ABC):
                     break
             report.emitted += len(pack.keys)
             report.packs += not self._together and not pack.padding
-            if self._monitor is not None:
-                self._monitor.add(pack)
+            if self.capacity is not None:
+                self._sums.add(sums_of(pack, self.capacity))
             if pack.dropped:
                 self.tell_of_drops()
             yield pack
@@ -198,12 +197,9 @@ class LoaderBase(ABC):
         settings = {name: value for name, value in self._fingerprint.items() if name != "rank"}
         return {"loader": type(self).__name__, **settings}
 
-    def statistics(self) -> PackStatistics:
-        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far. Raises
-        `PackingError`: the loader was built without ``capacity``."""
-        if self._monitor is None:
-            raise PackingError("this loader keeps no statistics; give it a capacity, such as task_encoder.capacity")
-        return self._monitor.statistics()
+    def statistics(self) -> dict[str, float]:
+        """Returns the `PackSums.figures` of all packs yielded so far; none without ``capacity``."""
+        return self._sums.figures()
 
     @abstractmethod
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:

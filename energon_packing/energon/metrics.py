@@ -14,7 +14,6 @@ the private bytes of the rank's largest worker and decoding process::
 
 import contextlib
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -31,7 +30,6 @@ from energon_packing.energon.samples import Pack
 from energon_packing.energon.workers import largest_private
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile, LineFollower
-from energon_packing.packing.statistics import PackStatistics
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,8 +43,10 @@ class PackSums:
         tail: padding of the rest of a row: its masked tail, dummy images.
         unused: room up to the capacity of a pack that the row leaves out, so that no step computes it.
         delays: samples that were measured after a sample and before its pack, summed over samples.
-        seconds: wall-clock time in which the packs were used, after the first pack had arrived.
+        read: samples that were read since the packs before: packed, dropped, or held for a later pack.
+        seconds: wall-clock time from the pack before these to the last of them; the first pack of a run counts none.
         waited: the part of it in which the trainer waited for a pack.
+        done: what the steps of these seconds trained on, see `work_of`.
     """
 
     packs: int = 0
@@ -60,16 +60,17 @@ class PackSums:
     delays: int = 0
     delay_max: int = 0
     held: int = 0
+    read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     waited: float = 0.0
+    done: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "PackSums") -> None:
         """Adds the sums of other packs."""
-        for name in _NUMBERS:
+        for name in (entry.name for entry in dataclasses.fields(self)):
             mine, others = getattr(self, name), getattr(other, name)
             setattr(self, name, max(mine, others) if name in ("delay_max", "held") else mine + others)
-        self.dropped.update(other.dropped)
 
     @property
     def room(self) -> int:
@@ -89,7 +90,7 @@ class PackSums:
             ("segments_per_pack", self.segments, self.packs),
             ("delay_mean", self.delays, self.samples),
             ("wait_share", self.waited, self.seconds),
-            ("dropped_share", self.dropped.total(), self.samples + self.dropped.total()),
+            ("dropped_share", self.dropped.total(), self.read * (self.dropped.total() <= self.read)),
         )
         most = {"delay_max": self.delay_max, "held_max": self.held} if self.samples else {}
         return {name: part / whole for name, part, whole in parts if whole} | most
@@ -97,15 +98,12 @@ class PackSums:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers by name; times to the microsecond."""
         times = {name: round(getattr(self, name), 6) for name in ("seconds", "waited")}
-        return dataclasses.asdict(self) | times | {"dropped": dict(self.dropped)}
+        return dataclasses.asdict(self) | times | {"dropped": dict(self.dropped), "done": dict(self.done)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PackSums":
         """The sums that `to_json` made plain. Raises `KeyError` or `TypeError`: something else."""
-        return cls(**{**values, "dropped": Counter(values["dropped"])})
-
-
-_NUMBERS = tuple(entry.name for entry in dataclasses.fields(PackSums) if entry.name != "dropped")
+        return cls(**{**values, "dropped": Counter(values["dropped"]), "done": Counter(values["done"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,14 +186,24 @@ def merged(sums: Iterable[PackSums]) -> PackSums:
     return whole
 
 
+def rates(lines: Iterable[RankLine]) -> dict[str, float]:
+    """What all ranks together trained on per second of their last lines, see `work_of`; empty before a second pack."""
+    timed = [line.last for line in lines if line.last.seconds > 0]
+    names = {name: None for last in timed for name in last.done}
+    return {name: sum(last.done[name] / last.seconds for last in timed) for name in names}
+
+
 def figures(lines: Sequence[RankLine]) -> dict[str, float]:
-    """Figures of the last lines of all ranks, see `PackSums.figures`; the largest memory; and two that compare ranks:
+    """Figures of the last lines of all ranks, see `PackSums.figures`; three of the `rates`; the largest memory; and two
+    that compare ranks:
 
     ``wait_share_max``, of the rank that waited most, and ``cost_max_over_mean``: the cost of the costliest rank divided
     by the mean over ranks, averaged over the steps that all ranks have in their last two lines. A step lasts as long as
     its costliest rank.
     """
     found = merged(line.last for line in lines).figures()
+    rate = rates(lines)
+    found |= {f"{name}_per_second": rate[name] for name in ("samples", "tokens", "targets") if name in rate}
     waits = [line.last.waited / line.last.seconds for line in lines if line.last.seconds > 0]
     if waits:
         found["wait_share_max"] = max(waits)
@@ -211,9 +219,9 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 
 def sums_of(pack: Pack, capacity: int) -> PackSums:
     """The sums of one pack, where a full one has ``capacity`` tokens."""
-    dropped = Counter(entry.reason for entry in pack.dropped)
+    dropped, read = Counter(entry.reason for entry in pack.dropped), pack.read.total()
     if pack.padding:
-        return PackSums(padding_packs=1, dropped=dropped)
+        return PackSums(padding_packs=1, dropped=dropped, read=read)
     batch = pack.batch
     return PackSums(
         packs=1,
@@ -227,59 +235,29 @@ def sums_of(pack: Pack, capacity: int) -> PackSums:
         delay_max=max(pack.delays, default=0),
         held=pack.held,
         dropped=dropped,
+        read=read,
     )
 
 
-class PackingMonitor:
-    """Counts packs as they are emitted. Shares refer to the tokens of a full pack (``capacity``), whatever the width of
-    a row."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._sums = PackSums()
-        self._delays: Counter[int] = Counter()
-        self._cost_mean = self._cost_squares = self._cost_max = 0.0
-
-    def add(self, pack: Pack) -> None:
-        """Counts one pack; a pack that contains only padding is counted separately."""
-        self._sums.add(sums_of(pack, self.capacity))
-        if pack.padding:
-            return
-        self._delays.update(pack.delays)
-        # Welford's running variance: summing squares of costs near 10^9 would lose the spread to rounding.
-        difference = pack.cost - self._cost_mean
-        self._cost_mean += difference / self._sums.packs
-        self._cost_squares += difference * (pack.cost - self._cost_mean)
-        self._cost_max = max(self._cost_max, float(pack.cost))
-
-    def statistics(self) -> PackStatistics:
-        """Returns the figures so far, all 0 before the first pack; delays and samples held are per worker."""
-        sums, packs = self._sums, max(self._sums.packs, 1)
-        room = packs * self.capacity
-        return PackStatistics(
-            packs=sums.packs,
-            samples=sums.segments,
-            fill=sums.real / room,
-            alignment_padding=sums.alignment / room,
-            tail_padding=(sums.tail + sums.unused) / room,
-            delay_p50=self._delay(0.5),
-            delay_p99=self._delay(0.99),
-            delay_max=max(self._delays, default=0),
-            held=sums.held,
-            samples_per_pack=sums.segments / packs,
-            cost_mean=self._cost_mean,
-            cost_spread=math.sqrt(self._cost_squares / packs) / self._cost_mean if self._cost_mean else 0.0,
-            cost_max_over_mean=self._cost_max / self._cost_mean if self._cost_mean else 0.0,
-        )
-
-    def _delay(self, share: float) -> float:
-        """The smallest delay that at least `share` of the samples do not exceed."""
-        wanted, seen = share * self._delays.total(), 0
-        for delay in sorted(self._delays):
-            seen += self._delays[delay]
-            if seen >= wanted:
-                return float(delay)
-        return 0.0
+def work_of(pack: Pack) -> Counter[str]:
+    """What a step trains on in one pack: ``samples``, ``segments``, their ``tokens``, the ``targets`` that have a
+    weight, and the ``squares`` of the segments' lengths; of media with a grid ``patches``, and ``patch_squares``, of
+    each image or frame by itself. Padding and dummy images are no work."""
+    if pack.padding:
+        return Counter()
+    batch = pack.batch
+    work = Counter(
+        samples=len(pack.keys),
+        segments=batch.num_samples,
+        tokens=batch.real_tokens,
+        targets=int(batch.loss_mask.count_nonzero()),
+        squares=sum(length**2 for length in getattr(batch, "sample_lengths", ())),
+    )
+    for name, counts in getattr(batch, "visual_counts", {}).items():  # packs of another type have neither
+        if name.endswith("_grid_thw") and batch.visual_inputs is not None:
+            for frames, height, width in batch.visual_inputs[name][: sum(counts[: batch.num_samples])].tolist():
+                work.update(patches=frames * height * width, patch_squares=frames * (height * width) ** 2)
+    return work
 
 
 def micro_batches_per_step() -> int:
@@ -316,12 +294,12 @@ class PackMetrics:
         self._process = os.getpid()
         self._file: LineFile | None = None
         self._told = self._closed = False
-        self._made: deque[tuple[PackSums, float]] = deque()
+        self._made: deque[tuple[PackSums, Counter[str], float]] = deque()
         self._taken = 0
         self._now, self._all = PackSums(), PackSums()
         self._steps: list[tuple[int, float]] = []
         self._left, self._cost = 0, 0.0  # of the step that has begun
-        self._since: float | None = None
+        self._last: tuple[float, Counter[str]] | None = None  # when the last pack was taken, and its work
         self._memory: dict[str, int] = {}
         self._looking: threading.Thread | None = None
         self._write()
@@ -337,7 +315,7 @@ class PackMetrics:
 
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""
-        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))
+        self._made.append((sums_of(pack, self._capacity), work_of(pack), float(pack.cost)))
 
     def forget(self) -> None:
         """Forgets packs that were made and will not be taken."""
@@ -372,12 +350,12 @@ class PackMetrics:
     def _used(self, waited: float, number: int) -> None:
         if not self._made:
             return
-        sums, cost = self._made.popleft()
-        self._taken = number
-        if self._since is None:
-            self._since = time.monotonic()  # the wait for the first pack is the start-up of the loader
-        else:
-            self._now.waited += waited
+        sums, work, cost = self._made.popleft()
+        self._taken, now = number, time.monotonic()
+        if self._last is not None:  # the wait for the first pack is the start-up of the loader
+            before, done = self._last
+            self._now.add(PackSums(seconds=now - before, waited=waited, done=done))
+        self._last = now, work
         self._now.add(sums)
         self._left = (self._left or self._packs_per_step()) - 1
         self._cost += cost
@@ -389,9 +367,6 @@ class PackMetrics:
             self._end_interval()
 
     def _end_interval(self, *, ended: bool = False) -> None:
-        now = time.monotonic()
-        self._now.seconds = now - (now if self._since is None else self._since)
-        self._since = None if self._since is None else now
         self._all.add(self._now)
         self._write(ended=ended)
         self._now, self._steps = PackSums(), []
@@ -412,6 +387,7 @@ class PackMetrics:
             "pack": self._taken,
             "last": self._now.to_json(),
             "total": self._all.to_json(),
+            "figures": {name: round(value, 4) for name, value in (self._all if ended else self._now).figures().items()},
             "steps": self._steps,
             **({"memory": self._memory} if self._memory else {}),
             **({"ended": True} if ended else {}),
@@ -456,11 +432,14 @@ class MetricsLog:
     """Posts the figures of a run, at most once per ``interval`` steps.
 
     Lines that were there before are not posted. Figures arrive a step or two after the steps that they sum up.
+    ``more`` makes further figures of the `rates`.
     """
 
-    def __init__(self, config: MetricsConfig) -> None:
+    def __init__(
+        self, config: MetricsConfig, more: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda _: {}
+    ) -> None:
         self._lines = RunLines(Path(config.directory or ""))
-        self._interval = config.interval
+        self._interval, self._more = config.interval, more
         self._due: int | None = None
         self._thread: threading.Thread | None = None
         self._found: dict[str, float] = {}
@@ -502,14 +481,21 @@ class MetricsLog:
         except UserError as error:
             self._give_up(str(error))
             return
-        lines = [line for line in self._lines.present() if line.last.packs]
+        present = self._lines.present()
+        lines = [line for line in present if line.last.packs]  # others only pad, and what they dropped counts
         if not fresh or not lines:
             return
-        whole = merged(line.total for line in lines)
+        whole = merged(line.total for line in present)
         dropped = whole.dropped
+        try:
+            more = self._more(rates(lines))
+        except Exception as error:  # formulas of other people's models
+            self._more, more = (lambda _: {}), {}
+            warnings.warn(f"The metrics lack TFLOP/s: {type(error).__name__}: {error}", stacklevel=2)
         self._found = {
             **figures(lines),
-            "dropped_share_total": whole.figures().get("dropped_share", 0.0),
+            **more,
+            **{f"{name}_total": share for name, share in whole.figures().items() if name == "dropped_share"},
             "ranks": len(lines),
             "dropped": dropped.total(),
             **{f"dropped/{reason}": count for reason, count in dropped.items()},

@@ -50,7 +50,7 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tens
 
 
 def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """Returns a batch as uint8 ``[n]``.
+    """Returns a batch, or another value for a rank, as uint8 ``[n]``.
 
     Args:
         pixels: False omits the pixels of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.

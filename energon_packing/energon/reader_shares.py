@@ -169,7 +169,9 @@ def deal_samples(
     for each in sources:
         if each.endless is not None and not (each.samples if each.factory.subset else each.usable):
             raise UserError(f"The data set {each.name} has no samples in this split; leave it out, or choose another.")
-    epochs = [sum(other.in_epoch for other in sources if other.endless is each.endless) for each in sources]
+    # Samples that all readers together read in an epoch, and of all data sets that are repeated with it.
+    read = [(it.endless, it.usable * (1 if it.finite is None else it.finite.repeats)) for it in sources]
+    epochs = [sum(count for endless, count in read if endless is each.endless) for each in sources]
     held = np.zeros(readers)
     for number, (each, epoch) in enumerate(zip(sources, epochs, strict=True)):
         if readers > 1 and each.samples:
@@ -178,11 +180,6 @@ def deal_samples(
         elif each.samples:
             each.check_fraction(np.array([each.samples]))
         each.loader.restore_sample = functools.partial(_restored_sample, each.loader, each.first, each.samples)
-
-
-def described_shares(dataset: SavableDataset[Any]) -> list[str]:
-    """What each reader reads of each data set, in one clause each; none where there is one reader."""
-    return [share.description for _, share in dealt_shares(dataset)]
 
 
 def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
@@ -231,11 +228,6 @@ class _Source:
         excluded = getattr(self.factory, "sample_excludes", ())  # joined data and JSON Lines have none
         names = {f"{shard.name}/" for shard in self.factory.shards} if excluded else set()
         return max(self.samples - sum(name[: name.find(".tar/") + 5] in names for name in excluded), 0)
-
-    @property
-    def in_epoch(self) -> float:
-        """Samples that all readers together read in an epoch."""
-        return self.usable * (1 if self.finite is None else self.finite.repeats)
 
     def check_fraction(self, held: np.ndarray) -> None:
         """Compares what Energon reads of a data set that is repeated ``n.f`` times with what was asked. ``held`` are

@@ -27,6 +27,7 @@ import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
+from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 from energon_packing.errors import ConfigError, PackingError, UserError
 
 PATIENCE = timedelta(minutes=30)
@@ -67,21 +68,11 @@ class OwnGroup:
             self._group.allgather([found], [tensor]).wait()
             return found
 
-        text = to_text(value)
+        text = pack_to_bytes(value)
         sizes = [int(size) for size in of_all(torch.tensor([len(text)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(text)] = text
-        return [from_text(each[:size]) for each, size in zip(of_all(padded), sizes, strict=True)]
-
-
-def to_text(value: Any) -> torch.Tensor:
-    """Returns a value for another rank as uint8 ``[n]``."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def from_text(payload: torch.Tensor) -> Any:
-    """Returns the value that `to_text` wrote."""
-    return pickle.loads(bytes(payload.numpy()))
+        return [pack_from_bytes(each[:size]) for each, size in zip(of_all(padded), sizes, strict=True)]
 
 
 def host_identity() -> tuple[Any, ...]:
@@ -139,11 +130,6 @@ class Replica:
     def is_leader(self) -> bool:
         """Whether this rank passes packs on to its stage."""
         return self.global_rank == self.members[0]
-
-    @property
-    def host(self) -> tuple[int, ...]:
-        """Members of this rank's stage on its host, their leader first."""
-        return next(host for host in self.hosts if self.global_rank in host)
 
     @property
     def size(self) -> int:

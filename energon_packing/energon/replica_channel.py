@@ -306,8 +306,12 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
 
 class StageSpread:
-    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage. Bytes that this
-    rank has ``sent`` are ``shared`` with ranks of its host, or ``collective``: broadcast to other hosts."""
+    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
+
+    Bytes that this rank has ``sent`` are ``shared`` with ranks of its host, or ``collective``: broadcast to other
+    hosts. It ``reaches_others`` if a message from here goes to any other rank, and ``spans_hosts`` if it exchanges
+    messages with other hosts, by calls that cannot be interrupted.
+    """
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica
@@ -318,9 +322,11 @@ class StageSpread:
         self._link: HostLeader | None = None
         self._up: HostMember | None = None
         self._hosts_group: OwnGroup | None = None
+        self.reaches_others = self.spans_hosts = False
         if len(replica.members) == 1:
             return
-        host, here = replica.host, replica.global_rank
+        here = replica.global_rank
+        host = next(host for host in replica.hosts if here in host)
         leads = here == host[0]
         if leads and len(host) > 1:
             self._link = HostLeader(host[1:], ahead=ahead)
@@ -333,16 +339,8 @@ class StageSpread:
             self._up = HostMember(here, host[0], address)
         if leads and len(replica.hosts) > 1:
             self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
-
-    @property
-    def reaches_others(self) -> bool:
-        """Whether a message from here goes to any other rank."""
-        return self._link is not None or self._hosts_group is not None
-
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether this rank exchanges messages with other hosts, by calls that cannot be interrupted."""
-        return self._hosts_group is not None
+        self.spans_hosts = self._hosts_group is not None
+        self.reaches_others = self._link is not None or self.spans_hosts
 
     def send(self, message: Message) -> None:
         """Sends a message from the stage's leader to the other ranks of the stage. Raises `PackingError`: a rank is

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
-from energon_packing.energon.replica import Facts, OwnGroup, Replica, from_text, to_text
+from energon_packing.energon.replica import Facts, OwnGroup, Replica
 from energon_packing.energon.replica_channel import (
     CLOSED,
     END,
@@ -188,7 +188,7 @@ class _PassedOn(_Road):
             if self._source is not None:
                 ended = isinstance(error, StopIteration)
                 words = (type(error).__name__, isinstance(error, UserError), str(error))
-                self._tell(Message(kind=END if ended else ERROR, number=self.number, text=to_text(words)))
+                self._tell(Message(kind=END if ended else ERROR, number=self.number, text=pack_to_bytes(words)))
             return Made(error=error)
         self.number += 1
         return made
@@ -220,7 +220,7 @@ class _PassedOn(_Road):
             raise PackingError(f"rank {replica.reader}, which reads for this replica, reads no more")
         assert message.text is not None
         if message.kind == ERROR:
-            name, by_user, text = from_text(message.text)
+            name, by_user, text = pack_from_bytes(message.text)
             if by_user:
                 raise ConfigError(text) if name == "ConfigError" else UserError(text)
             raise PackingError(f"rank {replica.reader}, which reads for this replica, failed with {name}: {text}")
@@ -281,9 +281,9 @@ class _Compared(_Road):
     def _compare(self, mine: dict[str, Any]) -> None:
         replica, first = self._replica, mine
         if replica.is_reader:
-            self._between.post(Message(kind=PACK, number=self.number, text=to_text(mine)))
+            self._between.post(Message(kind=PACK, number=self.number, text=pack_to_bytes(mine)))
         elif replica.stage > 0 and replica.is_leader and (told := self._between.receive().text) is not None:
-            first = from_text(told)
+            first = pack_from_bytes(told)
         everyone = [(mine, first)] if self._group is None else self._group.all_gather_values((mine, first))
         reference = everyone[0][1]
         if any(own != reference for own, _ in everyone):

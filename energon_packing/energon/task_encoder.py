@@ -10,6 +10,7 @@ Energon's own ``packing_buffer_size`` works too: step 2 then packs disjoint buff
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -27,7 +28,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
-from energon_packing.energon.dataset_limits import DatasetLimits, lower_limits
+from energon_packing.energon.dataset_limits import DatasetLimits, lowered
 from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask_fillers
 from energon_packing.energon.internals import (
     BatchDataset,
@@ -601,7 +602,11 @@ def _encoders(
     encoder: EncoderConfig | SampleEncoder | Sequence[SampleEncoder], packing: PackingConfig, processor: Any
 ) -> tuple[SampleEncoder, ...]:
     if isinstance(encoder, EncoderConfig):
-        return (ConversationEncoder(lower_limits(encoder, packing), processor=processor),)
+        limits, sentences = lowered(encoder.limits, packing)
+        if sentences:
+            named = ", ".join(f"encoder.limits.{sentence}" for sentence in sentences)
+            warnings.warn(f"A sample must fit into a pack, so these were lowered: {named}.", stacklevel=2)
+        return (ConversationEncoder(dataclasses.replace(encoder, limits=limits), processor=processor),)
     encoders = (encoder,) if isinstance(encoder, SampleEncoder) else tuple(encoder)
     if processor is not None or not encoders:
         raise ConfigError("PackingTaskEncoder needs a configuration and a processor, or at least one built encoder.")

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from energon_packing.errors import ConfigError, UserError, refuse
+from energon_packing.errors import UserError, refuse
 from energon_packing.registry import Registry
 
 _MOST_WORKERS = 64
@@ -151,12 +151,6 @@ EXECUTORS: Registry[ExecutorEntry] = Registry(
 def register_executor(name: str, entry: ExecutorEntry) -> None:
     """Adds an executor to this process; a ConfigError if the name is taken."""
     EXECUTORS.add(name, entry)
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Refuses a rank that is none of the commands that share their work."""
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"--rank {rank} does not exist with --world-size {world_size}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

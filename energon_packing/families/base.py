@@ -100,12 +100,14 @@ class VisionFamily(ABC):
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.images: Any = getattr(processor, "image_processor", None)
+        self.videos: Any = getattr(processor, "video_processor", None)
         self.config = config
         for name in marked_and_set(config, "by_family"):
             if name not in self.reads:
                 raise ConfigError(f"The family {self.name} does not use encoder.{name}; remove it.")
         for kind in MODALITIES[config.modality] if self.processor_classes else ():
-            if not getattr(getattr(processor, f"{kind}_processor", None), "do_resize", True):
+            if not getattr(getattr(self, f"{kind}s"), "do_resize", True):
                 raise ConfigError(
                     f"do_resize of the {kind} processor (encoder.processor) is false, but the family {self.name} "
                     f"counts the tokens of resized {kind}s; set it to true in the processor's file."

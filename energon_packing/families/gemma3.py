@@ -39,10 +39,8 @@ class Gemma3(VisionFamily):
         self._end: str = self.tokenizer.eoi_token
         self.image_token: str = self.tokenizer.image_token
         self.stand_for_media({"image": self.image_token}, self._start, self._end)
-        self.reserved = (self._start, self._end, self.image_token)
         self.placeholders = {"image": self._start}  # which the chat template writes for an image
         self.square_tokens: int = processor.image_seq_length
-        self.images = processor.image_processor
         size = self.images.size
         if not size.height or not size.width:
             raise ConfigError(

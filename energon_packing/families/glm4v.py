@@ -41,12 +41,6 @@ class Glm4v(TimeSteps):
         self.placeholder_ids = {"image": image_id, "video": image_id}
         self.reserved = (self.image_token, self.video_token, self._start, self._end, *clip)
 
-    def _image_grid(self, height: int, width: int) -> tuple[int, int]:
-        return self._grid(self.images, self.images.temporal_patch_size, height, width)
-
-    def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        return self._grid(self.videos, frames, height, width)
-
     def _grid(self, processor: Any, frames: int, height: int, width: int) -> tuple[int, int]:
         from transformers.models.glm4v.image_processing_glm4v import smart_resize
 

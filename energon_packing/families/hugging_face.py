@@ -36,10 +36,9 @@ class HuggingFace(VisionFamily):
         super().__init__(processor, config)
         if not getattr(processor, "image_token", None) or not hasattr(processor, "_get_num_multimodal_tokens"):
             raise self._refusal("it has no image_token or no _get_num_multimodal_tokens")
-        images = getattr(processor, "image_processor", None)
         for name in TILE_LIMITS:
-            check_tiles(getattr(images, name, None), f"{name} of the image processor")
-        pinpoints = getattr(images, "image_grid_pinpoints", None)
+            check_tiles(getattr(self.images, name, None), f"{name} of the image processor")
+        pinpoints = getattr(self.images, "image_grid_pinpoints", None)
         if pinpoints is not None:
             check_pinpoints(pinpoints, config.max_source_pixels)
         self.image_token: str = processor.image_token
@@ -122,7 +121,7 @@ class HuggingFace(VisionFamily):
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the form that the image processor's settings suggest; whether it is right shows in a comparison."""
-        form = form_of(getattr(self.processor, "image_processor", None), self._layout)
+        form = form_of(self.images, self._layout)
         return {} if form is None else {"pixel_values": form}
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:

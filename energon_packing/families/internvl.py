@@ -18,7 +18,7 @@ from energon_packing.families.geometry import (
     shown_frames,
     uniform_frames,
 )
-from energon_packing.families.pixel_forms import form_of, resized
+from energon_packing.families.pixel_forms import image_forms, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
@@ -50,8 +50,6 @@ class InternVL(VisionFamily):
         image = str(getattr(processor, "image_placeholder_token", self.image_token))
         self.placeholders: dict[MediaKind, str] = {"image": image}
         self.placeholder_ids = {"image": image_id}
-        self.images = processor.image_processor
-        self.videos = processor.video_processor
         self.tile_tokens: int = processor.image_seq_length
         if self.videos is not None:
             self.placeholders["video"] = processor.video_token
@@ -113,10 +111,8 @@ class InternVL(VisionFamily):
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        form = form_of(self.images, "images")
-        if form is None or (self.videos is not None and form_of(self.videos, "images") != form):
-            return {}
-        return {"pixel_values": form}
+        forms = image_forms(self.images)
+        return {} if self.videos is not None and image_forms(self.videos) != forms else forms
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""

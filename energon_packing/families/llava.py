@@ -24,7 +24,6 @@ class Llava(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.stand_for_media({"image": self.image_token})
-        self.images = processor.image_processor
         self.tile = self._tile_size()
         """Height and width of what the vision encoder sees, in pixels."""
         self.tile_grid = self._tile_grid()

@@ -31,7 +31,6 @@ class LlavaOneVision(LlavaNext):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
-        self.videos = processor.video_processor
         if self.videos is not None:
             self.video_token: str = processor.video_token
             self.stand_for_media({"image": self.image_token, "video": self.video_token})

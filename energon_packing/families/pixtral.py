@@ -37,7 +37,6 @@ class Pixtral(VisionFamily):
         self._break: str = processor.image_break_token
         self._end: str = processor.image_end_token
         self.stand_for_media({"image": self.image_token}, self._break, self._end)
-        self.images = processor.image_processor
         self.merge: int = processor.spatial_merge_size
         self.side: int = processor.patch_size * self.merge
         if not self.images.size.longest_edge:

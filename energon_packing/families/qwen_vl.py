@@ -120,8 +120,6 @@ class Qwen25VL(VisionFamily):
         self.video_token: str = processor.video_token
         self.stand_for_media({"image": self.image_token, "video": self.video_token})
         self.reserved += ("<|vision_start|>", "<|vision_end|>")
-        self.images = processor.image_processor
-        self.videos = processor.video_processor
         # From transformers 5.16 on; releases before it ignore a file that sets it.
         if hasattr(type(self.videos), "cap_pixels_per_frame") and self.videos.cap_pixels_per_frame:
             raise ConfigError(
@@ -151,12 +149,12 @@ class Qwen25VL(VisionFamily):
         return MediaPlan(kind="image", grid=grid, runs=(grid[1] * grid[2] // self.merge**2,))
 
     def _image_grid(self, height: int, width: int) -> tuple[int, int]:
-        return self._patches_of(self.images, height, width)
+        return self._grid(self.images, getattr(self.images, "temporal_patch_size", None) or 1, height, width)
 
     def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        return self._patches_of(self.videos, height, width)
+        return self._grid(self.videos, frames, height, width)
 
-    def _patches_of(self, processor: Any, height: int, width: int) -> tuple[int, int]:
+    def _grid(self, processor: Any, frames: int, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
         size, patch, factor = processor.size, processor.patch_size, processor.patch_size * processor.merge_size

@@ -14,11 +14,7 @@ from energon_packing.sample_kind import NO_ROW, SampleKind
 from energon_packing.thd.alignment import check_multiple
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
-    from megatron.energon import CrudeSample
-    from megatron.energon.cache import FileStore
-
     from energon_packing.encoders.sample_encoder import AnyMeasured
-    from energon_packing.energon.loader import LoaderBase
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
 
@@ -43,28 +39,20 @@ class Conversations(SampleKind):
     marks = SUBFLAVORS
     bridge_module = "energon_packing.bridge.dataset"
     classes = {  # noqa: RUF012
+        "cooker": "energon_packing.energon.cookers:cook_record",
         "encoder": "energon_packing.energon.task_encoder:PackingTaskEncoder",
+        "task_encoder": "energon_packing.energon.loader:build_task_encoder",
+        "loader": "energon_packing.energon.loader:build_loader",
         "shard_packer": "energon_packing.offline.stored_pack:ConversationPacker",
         "stored_packs": "energon_packing.offline.stored_pack:PackedPacks",
     }
     run_class, encoder_config = RunConfig, EncoderConfig
     sizes = "tokens"
 
-    def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
-        from energon_packing.energon.cookers import cook_record
-
-        return cook_record(sample, primary=store)
-
     def measuring_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         return self.encoder_class(
             run.encoder, PackingConfig(seq_length=NO_ROW, max_patches_per_pack=NO_ROW, pairs=run.packing.pairs)
         )
-
-    def task_encoder(self, run: RunConfig, **models: Any) -> PackingTaskEncoder:
-        """See `SampleKind.task_encoder`; it has no models, and refuses any."""
-        from energon_packing.energon.loader import build_task_encoder
-
-        return build_task_encoder(run, **models)
 
     def packing_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, and boundaries are those of
@@ -76,11 +64,6 @@ class Conversations(SampleKind):
                 packing=dataclasses.replace(run.packing, ledger=None, pad_cu_seqlens=False, padding="between"),
             )
         )
-
-    def build_loader(self, run: RunConfig, **arguments: Any) -> LoaderBase:
-        from energon_packing.energon.loader import build_loader
-
-        return build_loader(run, **arguments)
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
         from energon_packing.encoders.measured import Measured, MeasuredPair

@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
 from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats, pillow_pixel_limit
 
-ORIENTATION = 0x0112
-"""The EXIF tag of an image's orientation; 1 is upright."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
 _NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
@@ -45,8 +43,6 @@ def decode_scaled_image(
     libjpeg then computes fewer values of each block of 8x8 pixels. Limits hold for the whole image.
     """
     whole = None
-    if not data:
-        raise SampleRejected("corrupt_media", "the image file is empty")
     try:
         with pillow_pixel_limit(max_pixels), warnings.catch_warnings():
             # torch warns that Pillow's bytes are not writable; nothing writes to them.
@@ -66,10 +62,8 @@ def decode_scaled_image(
                 pixels = torch.from_numpy(np.asarray(to_rgb(image, grey, on_white=on_white)))
     except Image.DecompressionBombError as error:
         raise SampleRejected("media_too_large", str(error)) from error
-    except SampleRejected:
-        raise
     except Exception as error:
-        if is_machines(error):
+        if isinstance(error, SampleRejected) or is_machines(error):
             raise
         # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, IndexError, ... for bad bytes.
         reason = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)
@@ -103,7 +97,7 @@ def _scale(image: Image.Image, least: Sides) -> tuple[int, int] | None:
     """Makes Pillow decode a JPEG file at a part of its size; returns width and height as displayed, None if not."""
     if image.format != "JPEG":
         return None
-    turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
     height, width = (math.ceil(side) for side in (reversed(least) if turned else least))
     stored = image.size
     image.draft(None, (max(1, width), max(1, height)))
@@ -121,7 +115,7 @@ def decode_jpeg(data: bytes, image: Image.Image) -> torch.Tensor | None:
     Returns:
         uint8 ``[3, H, W]``, a view of rows of pixels; None if Pillow has to decode it, or to say what is wrong with it.
     """
-    if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(ORIENTATION, 1) != 1:
+    if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         return None
     decode = _decoder()
     if decode is None:

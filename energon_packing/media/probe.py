@@ -39,8 +39,6 @@ SIZED_CONTAINERS = frozenset({"mov", "mp4", "matroska", "webm"})
 _EBML_HEADER = 0x1A45DFA3
 _MATROSKA_SEGMENT = 0x18538067
 
-Source = bytes | str | Path
-
 
 class ImageInfo(NamedTuple):
     """What an image's header says: width and height as displayed, after EXIF orientation, and as stored; Pillow's names
@@ -89,15 +87,6 @@ def known_formats() -> tuple[str, ...]:
     return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
 
 
-@contextlib.contextmanager
-def _opened(source: Source) -> Iterator[BinaryIO]:
-    if isinstance(source, bytes):
-        yield io.BytesIO(source)
-    else:
-        with open(source, "rb") as stream:
-            yield stream
-
-
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
     if width <= 0 or height <= 0:
         raise SampleRejected("corrupt_media", f"the header says {width}x{height} pixels")
@@ -121,48 +110,45 @@ def pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
         Image.MAX_IMAGE_PIXELS = before
 
 
-def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
-    """Reads an image's header and, if ``decode`` is set, decodes all pixels of its (first) frame, which finds damaged
-    files.
+def image_info(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
+    """Reads the header of an open image and, if ``decode`` is set, decodes all pixels of its (first) frame, which finds
+    damaged files.
 
     Raises:
         SampleRejected: ``corrupt_media``, ``media_too_large`` (more than ``max_pixels``, checked before decoding),
             ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is set).
-        OSError, MemoryError: the path cannot be opened or read; see `is_machines`.
+        OSError, MemoryError: the file cannot be read; see `is_machines`.
     """
-    with _opened(source) as stream:
-        try:
-            with pillow_pixel_limit(max_pixels), Image.open(stream, formats=known_formats()) as image:
-                _check_pixels(image.width, image.height, max_pixels)
-                # The same call as in ImageOps.exif_transpose, so that both agree.
-                orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-                stored_width, stored_height = _stored_size(image)
-                info = (image.format or "UNKNOWN", image.mode)
-                grey = grey_range(image)
-                transparent = image.has_transparency_data
-                if decode:
-                    image.load()
-                    transparent = is_transparent(image)
-                    # A mode that cannot become RGB would fail later, at every use. All float samples are needed, to
-                    # check their range.
-                    to_rgb(image if image.mode == "F" else image.crop((0, 0, 1, 1)), grey)
-                animated = True
-                with contextlib.suppress(LookupError, struct.error):  # damage after the first frame, which alone counts
-                    # Cameras put previews and depths behind the picture of a multi-picture JPEG.
-                    animated = image.format != "MPO" and getattr(image, "is_animated", False)
-        except SampleRejected:
+    try:
+        with pillow_pixel_limit(max_pixels), Image.open(stream, formats=known_formats()) as image:
+            _check_pixels(image.width, image.height, max_pixels)
+            # The same call as in ImageOps.exif_transpose, so that both agree.
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+            stored_width, stored_height = _stored_size(image)
+            info = (image.format or "UNKNOWN", image.mode)
+            grey = grey_range(image)
+            transparent = image.has_transparency_data
+            if decode:
+                image.load()
+                transparent = is_transparent(image)
+                # A mode that cannot become RGB would fail later, at every use. All float samples are needed, to
+                # check their range.
+                to_rgb(image if image.mode == "F" else image.crop((0, 0, 1, 1)), grey)
+            animated = True
+            with contextlib.suppress(LookupError, struct.error):  # damage after the first frame, which alone counts
+                # Cameras put previews and depths behind the picture of a multi-picture JPEG.
+                animated = image.format != "MPO" and getattr(image, "is_animated", False)
+    except Image.DecompressionBombError as error:
+        raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
+    except Exception as error:
+        if isinstance(error, SampleRejected) or is_machines(error):
             raise
-        except Image.DecompressionBombError as error:
-            raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
-        except Exception as error:
-            if is_machines(error):
-                raise
-            # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
-            reason = str(error) or type(error).__name__
-            if "BytesIO object at" in reason or "cannot identify image file" in reason:
-                # Without an address: a rejects file is the same in every run.
-                reason = f"no known image format{_foreign(stream)}"
-            raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
+        # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
+        reason = str(error) or type(error).__name__
+        if "BytesIO object at" in reason or "cannot identify image file" in reason:
+            # Without an address: a rejects file is the same in every run.
+            reason = f"no known image format{_foreign(stream)}"
+        raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height, transparent, animated)
@@ -335,8 +321,8 @@ def _corners(seconds: memoryview, tolerance: float) -> list[int]:
     return [*corners, len(seconds) - 1]
 
 
-def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
-    """Returns size, exact number of frames and average rate of the first video stream.
+def probe_video(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
+    """Returns size, exact number of frames and average rate of the first video stream of an open file.
 
     The first frame is always decoded. Frames are counted as packets if container and codec are known to hold one frame
     per packet and the container's own count, if any, agrees; otherwise, and if ``decode`` is set, by decoding the whole
@@ -346,19 +332,16 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
         SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
             ``media_too_large`` (a frame of more than ``max_pixels``, checked before decoding, or more frames of that
             size than the file's bytes explain), ``decode_timeout``.
-        OSError, MemoryError: the path cannot be opened or read; see `is_machines`.
+        OSError, MemoryError: the file cannot be read; see `is_machines`.
         UserError: PyAV is not installed.
     """
     av = pyav()
-    with _opened(source) as stream:
-        try:
-            return _probe_video(stream, max_pixels, decode)
-        except SampleRejected:
-            raise
-        except (av.FFmpegError, ValueError, EOFError, IndexError, OverflowError) as error:
-            check_memory(error, max_pixels)
-            words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise SampleRejected("corrupt_media", f"not a readable video: {words}") from error
+    try:
+        return _probe_video(stream, max_pixels, decode)
+    except (av.FFmpegError, ValueError, EOFError, IndexError, OverflowError) as error:
+        check_memory(error, max_pixels)
+        words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise SampleRejected("corrupt_media", f"not a readable video: {words}") from error
 
 
 def media_file(path: str | Path, kind: MediaKind = "image") -> Media:
@@ -367,7 +350,8 @@ def media_file(path: str | Path, kind: MediaKind = "image") -> Media:
     Raises:
         SampleRejected: as `image_info` and `probe_video`.
     """
-    info: Any = image_info(Path(path)) if kind == "image" else probe_video(Path(path))
+    with open(path, "rb") as stream:
+        info: Any = image_info(stream) if kind == "image" else probe_video(stream)
     sizes = ("width", "height") if kind == "image" else ("width", "height", "frames", "fps", "duration", "time_points")
     return Media(kind=kind, name=Path(path).name, **{name: getattr(info, name) for name in sizes})
 

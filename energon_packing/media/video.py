@@ -248,8 +248,6 @@ def decode_frames(
         UserError: PyAV is not installed.
     """
     av = pyav()
-    if not len(indices):
-        raise ValueError("decode_frames needs at least one index")
     try:
         for quick in (True, False):
             frames = FrameStack(indices, max_pixels, max_bytes)

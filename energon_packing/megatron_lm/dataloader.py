@@ -17,7 +17,7 @@ from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import PackingError
 from energon_packing.ledger import ledger_apart
 from energon_packing.megatron_lm.arguments import ROW_LENGTH, add_energon_packing_args, row_length, run_config_of
 from energon_packing.offline.data_paths import has_global_packs
@@ -291,8 +291,6 @@ def train_valid_test_datasets_provider(
     from megatron.training import get_args
 
     args = get_args()
-    if vp_stage is not None:
-        raise ConfigError("Virtual pipeline stages would read the data once each; train without them.")
     config = run_config_of(args)
     enforce_rules(args, config)
     data_parallel = parallel_state.get_data_parallel_group()

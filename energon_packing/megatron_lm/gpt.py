@@ -11,7 +11,7 @@ import torch
 
 from energon_packing.encoders.encoder import innermost, refuse_untaken, takes
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.arguments import NO_SCHEDULE_PLAN, add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.arguments import NO_SCHEDULE_PLAN, run_config_of
 from energon_packing.megatron_lm.dataloader import (
     StageBatch,
     get_batch,
@@ -21,14 +21,7 @@ from energon_packing.megatron_lm.dataloader import (
 from energon_packing.thd.rotary import repair_rotary
 from energon_packing.thd.routers import experts_read_masks
 
-__all__ = [
-    "add_energon_packing_args",
-    "forward_step",
-    "get_batch",
-    "loss_func",
-    "parse_and_validate_args",
-    "train_valid_test_datasets_provider",
-]
+__all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets_provider"]
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
@@ -44,16 +37,20 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         ConfigError: a schedule plan is requested, or the data have images, or fields per token, for another model.
     """
     batch = read(data_iterator, return_schedule_plan)
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        None,
+    return called_by_name(model, batch), partial(loss_func, batch.loss_mask)
+
+
+def called_by_name(model: Any, batch: StageBatch) -> Any:
+    """What a model returns whose forward takes Hugging Face's names, as Megatron-Core's GPT does."""
+    return model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
         **inputs_of(model, batch),
     )
-    return output, partial(loss_func, batch.loss_mask)
 
 
 def read(data_iterator: Any, schedule_plan: bool, **how: Any) -> StageBatch:

@@ -19,23 +19,15 @@ import torch
 
 from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.dataloader import (
     StageBatch,
-    get_batch,
     parse_and_validate_args,
     train_valid_test_datasets_provider,
 )
-from energon_packing.megatron_lm.gpt import inputs_of, loss_func, read
+from energon_packing.megatron_lm.gpt import called_by_name, inputs_of, loss_func, read
 
-__all__ = [
-    "add_energon_packing_args",
-    "forward_step",
-    "get_batch",
-    "loss_func",
-    "parse_and_validate_args",
-    "train_valid_test_datasets_provider",
-]
+__all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets_provider"]
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
@@ -56,7 +48,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     inner = innermost(model)
     check_encoders(inner)
     of_llava = _call_llava, functools.partial(llava_width, inner)
-    call, width = of_llava if isinstance(inner, LLaVAModel) else (_call_by_name, int)
+    call, width = of_llava if isinstance(inner, LLaVAModel) else (called_by_name, int)
     batch = read(data_iterator, return_schedule_plan, whole_row=True, width=width)
     output = call(model, batch)
     # A model that slices the row for context parallelism returns the mask of its own tokens.
@@ -72,18 +64,6 @@ def _call_llava(model: Any, batch: StageBatch) -> Any:
     # Images are passed by position, because the mixed-precision wrapper casts those. The mask is passed by name and so
     # is not cast: weights of targets would lose digits in 16 bits.
     return model(inputs.pop("images"), attention_mask=None, packed_seq_params=batch.packed_seq_params, **inputs, **more)
-
-
-def _call_by_name(model: Any, batch: StageBatch) -> Any:
-    return model(
-        input_ids=batch.tokens,
-        position_ids=batch.position_ids,
-        attention_mask=None,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        packed_seq_params=batch.packed_seq_params,
-        **inputs_of(model, batch),
-    )
 
 
 def llava_inputs(

@@ -5,12 +5,17 @@ from pathlib import Path
 from energon_packing.errors import read_again
 
 PLAN_SUFFIX = ".parquet"
-PACKED_FILE = "packed.json"
+INDEX_FILE, PACKED_FILE = "index.json", "packed.json"
 
 
 def is_plan(path: str | Path) -> bool:
     """Whether the path names a plan."""
     return str(path).endswith(PLAN_SUFFIX)
+
+
+def is_index(path: str | Path) -> bool:
+    """Whether the path names an index that `measure` made."""
+    return (Path(path) / INDEX_FILE).is_file()
 
 
 def is_packed(path: str | Path) -> bool:

@@ -201,21 +201,12 @@ def _checked(value: Any, *good: Callable[[Any], Any]) -> Any:
 
 
 def _typed(*kinds: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if type(value) not in kinds:
-            raise TypeError(f"{value!r:.80} cannot be there")
-        return value
-
-    return read
+    return lambda value: _checked(value, lambda it: type(it) in kinds)
 
 
 _amount = _typed(int, float)
-_PLAIN: dict[Any, Callable[[Any], Any]] = {
-    str: _typed(str),
-    int: _typed(int),
-    bool: _typed(bool),
-    float: lambda value: float(_amount(value)),
-}
+_PLAIN: dict[Any, Callable[[Any], Any]] = {each: _typed(each) for each in (str, int, bool)}
+_PLAIN[float] = lambda value: float(_amount(value))
 
 
 def unwritable(path: Path, error: OSError, again: str) -> UserError:

@@ -28,6 +28,7 @@ from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.data_identity import HEADER_BYTES
 from energon_packing.errors import UserError
+from energon_packing.offline.data_paths import INDEX_FILE
 from energon_packing.offline.files import (
     Amount,
     Count,
@@ -46,7 +47,6 @@ FORMAT = 2
 MODALITIES = ("text", "image", "video", "image and video")
 DEFAULT_KIND = "conversations"
 """Of data sets that `convert` marked as none."""
-INDEX_FILE = "index.json"
 MEDIA = pa.list_(
     pa.struct(
         [

@@ -11,7 +11,7 @@ import torch.utils.data
 
 from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
 from energon_packing.config.setting import changing
-from energon_packing.energon.epoch_end import Agree, EpochReport
+from energon_packing.energon.epoch_end import EpochReport
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, tell_of_accepted
@@ -21,7 +21,7 @@ from energon_packing.ledger import LedgerLock
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import differing_lengths, pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
-from energon_packing.offline.packs import PlannedPacks, PositionedPacks
+from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.source import check_there
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
@@ -91,11 +91,12 @@ class PlannedLoader(LoaderBase):
         stop = self._end
         if over and stop is None:  # all ranks stop at the same step
             stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
-        positions = _positions(self._position + self._rank, self._world_size, stop, self._evaluation)
+        first, step, period = self._position + self._rank, self._world_size, self._evaluation  # which begins again
+        every = itertools.count(first, step) if stop is None else range(first, stop, step)
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             self._packs,
             batch_size=None,
-            sampler=positions,
+            sampler=(position if period is None else position % period for position in every),
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             collate_fn=lambda pack: pack,
@@ -191,18 +192,6 @@ def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
     return own
 
 
-def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
-    """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
-    every = itertools.count(first, step) if stop is None else range(first, stop, step)
-    return (position if period is None else position % period for position in every)
-
-
-def planned_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
-    """Builds the loader of the plan at ``data.path``; arguments as for `loader_of`."""
-    plan = Plan.open(config.data.path)
-    return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
-
-
 def loader_of(
     plan: Plan,
     packs_of: Callable[[Any, int], PositionedPacks],
@@ -210,14 +199,12 @@ def loader_of(
     *,
     free: Collection[str] = (),
     rank: int = 0,
-    world_size: int = 1,
     split: str | None = None,
     workers: int | None = None,
-    prefetch: int = 2,
     task_encoder: Any = None,
     data_parallel_group: Any = None,
-    agree: Agree | None = None,
     evaluation: int | None = None,
+    **reading: Any,
 ) -> PlannedLoader:
     """The loader of the packs of a plan; its states fit every other loader of this plan.
 
@@ -225,8 +212,8 @@ def loader_of(
         packs_of: the packs for an encoder and a rank, whatever they are read from.
         config: of the run; encoder and row must be those of the plan.
         free, split: as for `check_plan`.
-        rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
-            `energon_packing.energon.loader.build_loader`.
+        rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
+            ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
         evaluation: as for `PlannedLoader`.
 
     Raises:
@@ -250,9 +237,7 @@ def loader_of(
     return PlannedLoader(
         packs,
         rank=rank,
-        world_size=world_size,
         workers=config.data.workers if workers is None else workers,
-        prefetch=prefetch,
         repeat=config.data.repeat,
         unfinished=too_short(plan),
         evaluation=evaluation,
@@ -264,8 +249,8 @@ def loader_of(
         padding=encoder.padding_pack,
         capacity=encoder.capacity,
         lock=LedgerLock(config.packing.ledger, rank),
-        agree=agree,
         group=data_parallel_group,
+        **reading,
     )
 
 

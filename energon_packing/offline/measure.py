@@ -27,10 +27,10 @@ from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
+from energon_packing.offline.data_paths import is_index
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
 from energon_packing.offline.index import (
     FORMAT,
-    INDEX_FILE,
     OF_PART,
     SCHEMA,
     SHAPE,
@@ -48,6 +48,8 @@ from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart,
 from energon_packing.remote_files import check_local, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
+Record = tuple[str, int | None, int | None]
+"""Key of a sample, and offset and bytes of its record in the tar."""
 _ROWS = 8192
 _TOGETHER, _TOGETHER_BYTES = 64, 1 << 20
 """Samples whose texts are tokenized together, and bytes of their records: each table of the tokenizer is then read once
@@ -102,11 +104,11 @@ class ShardMeasurer:
 
     def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:
         self.directories, self.run = tuple(directories), run
-        self._kind = kind_of_config(run)
-        self._encoder = self._kind.measuring_encoder(run)
+        self.kind = kind_of_config(run)
+        self._encoder = self.kind.measuring_encoder(run)
         self.fingerprint = measuring_fingerprint(self._encoder, run)
         self._more = {"columns": [*SHAPE]} if self.fingerprint.get("family") in MOST_PATCHES else {}
-        self._schema = schema_of(SCHEMA, self._kind.name, *self._more.get("columns", ()))
+        self._schema = schema_of(SCHEMA, self.kind.name, *self._more.get("columns", ()))
         self.pair_counts = PairCounts()
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
@@ -220,9 +222,10 @@ class ShardMeasurer:
             identity["media_uuid"] = self.index_of(part.media_root).uuid
         return identity
 
-    def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Measures samples of a shard, in order, or those whose numbers in it are `wanted`; each row has the columns of
-        its kind. Raises UserError as `measure`."""
+    def cooked(
+        self, part: SourcePart, shard: str, wanted: Container[int] | None = None
+    ) -> Iterator[list[tuple[Record, Any, IndexedMedia]]]:
+        """Samples of a shard, in order, or those whose numbers in it are `wanted`: as many as are measured together."""
         tar = Path(part.root) / shard
         records = (
             record
@@ -235,11 +238,17 @@ class ShardMeasurer:
                 store = IndexedMedia(self.index_of(part.media_root), key)
                 # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
                 record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
-                cooked.append((part.sample(key, record, store), store))
-            self._encoder.prepare([sample for sample, _ in cooked])
-            for sample, _ in cooked:
+                cooked.append(((key, offset, size), part.sample(key, record, store), store))
+            yield cooked
+
+    def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Measures the samples that `cooked` gives; each row has the columns of its kind. Raises UserError as
+        `measure`."""
+        for cooked in self.cooked(part, shard, wanted):
+            self._encoder.prepare([sample for _, sample, _ in cooked])
+            for _, sample, _ in cooked:
                 self.pair_counts += pair_counts_of(sample)
-            for (key, offset, size), (sample, store) in zip(some, cooked, strict=True):
+            for (key, offset, size), sample, store in cooked:
                 yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
 
     def _measured(self, sample: Any, store: IndexedMedia) -> dict[str, Any]:
@@ -251,14 +260,14 @@ class ShardMeasurer:
             reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
             return self._refused(sample, reason, detail, (problem and problem.length) or 0)
         files = []
-        for name in dict.fromkeys(self._kind.media_names(measured)):
+        for name in dict.fromkeys(self.kind.media_names(measured)):
             if (position := store.position(name)) is None:
                 return self._refused(sample, "missing_media", f"{name!r} is not in the data set")
             files.append({"name": name, **position._asdict()})
-        return {**self._kind.row(measured), "media": files, "reason": None, "detail": None}
+        return {**self.kind.row(measured), "media": files, "reason": None, "detail": None}
 
     def _refused(self, sample: Any, reason: str, detail: str, length: int = 0) -> dict[str, Any]:
-        row = {**self._kind.row(None), "length": length, "media": [], "reason": reason, "detail": detail}
+        row = {**self.kind.row(None), "length": length, "media": [], "reason": reason, "detail": detail}
         if (conversation := getattr(sample, "conversation", None)) is not None:
             # What the record holds, as far as it could be read: its modality is known then.
             kinds = [media.kind for media in conversation.media]
@@ -284,10 +293,6 @@ def _seen(path: Path, look: Callable[[Path], tuple[Any, int]], lost: tuple[Any, 
         raise UserError(
             f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
         ) from error
-
-
-Record = tuple[str, int | None, int | None]
-"""Key of a sample, and offset and bytes of its record in the tar."""
 
 
 def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -413,7 +418,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:
     """The index that is there already, else one that holds nothing; a UserError if `out` is something else, or was made
     with another encoder."""
-    if not (out / INDEX_FILE).exists():
+    if not is_index(out):
         if out.is_file() or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
             raise UserError(f"{out} is there and is not an index; choose another --out")
         return Index()

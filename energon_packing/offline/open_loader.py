@@ -30,9 +30,9 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import ConfigError, UserError, be_patient
 from energon_packing.ledger import Ledger, LedgerLock
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
-from energon_packing.offline.loader import PlannedLoader, planned_loader, too_short
+from energon_packing.offline.loader import PlannedLoader, loader_of, too_short
 from energon_packing.offline.packed import Packed, packed_loader
-from energon_packing.offline.packs import PositionedPacks
+from energon_packing.offline.packs import PlannedPacks, PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.sample_kind import AnyRun, kind_of_config
 from energon_packing.thd.batch import PackedBatch
@@ -61,7 +61,8 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
                 return evaluation_loader(config, evaluation, **arguments)
             arguments["evaluation"] = evaluation
         if is_plan(config.data.path):
-            return planned_loader(config, **arguments)
+            plan = Plan.open(config.data.path)
+            return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
         if is_packed(config.data.path):
             return packed_loader(config, **arguments)
         return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))

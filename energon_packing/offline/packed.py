@@ -98,6 +98,11 @@ class PackedFacts:
         """All but the shards: what another command has to have alike to continue this one."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "shards"}
 
+    def of_shard(self, first: int, stop: int) -> dict[str, Any]:
+        """The settings that the shard of the packs ``[first, stop)`` states."""
+        own = {"store": self.store, "media": self.media, "padded_rows": self.padded_rows}
+        return {**own, "first": first, "stop": stop, **self.encoder}
+
     def save(self, directory: Path) -> None:
         """Writes the manifest, whole or not at all."""
         write_json(directory / PACKED_FILE, {"format": FORMAT, **asdict(self)})

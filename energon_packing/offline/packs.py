@@ -326,13 +326,19 @@ class SampleRemeasurer:
         for row, values in zip(rows, table, strict=True):
             media = tuple(MediaFile(**each) for each in values.pop("media") or ())
             planned = PlannedSample(row=row, media=media, **values, **unplanned)
-            sample = self._encoder.preencode_sample(source.sample(planned))
-            if sample.problem is not None and sample.problem.fatal is not None:
-                raise sample.problem.fatal
-            count = 0 if sample.split is None else len(sample.split.pieces)
-            pieces = {at: piece_of(sample, at) for at in range(count)} or {-1: sample}
-            results.append({at: _outcome(each) for at, each in pieces.items()})
+            results.append(outcomes(self._encoder, source.sample(planned)))
         return results
+
+
+def outcomes(encoder: Any, cooked: Any) -> Remeasured:
+    """What becomes of a cooked sample under the limits of the encoder's packs. Raises `UserError`: it shows that the
+    configuration cannot work."""
+    sample = encoder.preencode_sample(cooked)
+    if sample.problem is not None and sample.problem.fatal is not None:
+        raise sample.problem.fatal
+    count = 0 if sample.split is None else len(sample.split.pieces)
+    pieces = {at: piece_of(sample, at) for at in range(count)} or {-1: sample}
+    return {at: _outcome(each) for at, each in pieces.items()}
 
 
 def _outcome(sample: MeasuredSample) -> Size | tuple[str, str]:

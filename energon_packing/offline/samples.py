@@ -123,7 +123,7 @@ class Sources:
         if kind != kind_of_config(config).name:
             raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
         for index in indexes:
-            _check_measured_alike(index, indexes[0], config)
+            check_measured_alike(index, indexes[0], config)
         chosen = _of_splits(indexes, splits)
         datasets = [dataset for _, dataset in chosen]
         known: dict[Any, IndexedDataset] = {}
@@ -194,7 +194,8 @@ def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[
     return [each for each in every if not splits or each[1].asked in splits]
 
 
-def _check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
+def check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
+    """Raises `ConfigError`, `UserError`: the encoder of an index is not that of a configuration, or of `first`."""
     own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)()) | before(config.encoder)
     for name, measured, own in differing(index.encoder, own_encoder, defaults):
         if name.partition(".")[0] not in length_free_of(config.encoder):
@@ -279,7 +280,7 @@ def fitting_samples(
                 "them, which needs the samples themselves; set packing.oversize=drop and when_over=[drop]."
             )
         pieces, refused = _measured_again(sources, over, remeasure, limits, config)
-        samples = _joined(samples, pieces)
+        samples = joined(samples, pieces)
     else:
         refused = [
             _refusal(source, row["key"], sizes.at(source), limits, config)
@@ -355,8 +356,8 @@ def _measured_again(
     return kept, dropped
 
 
-def _joined(samples: Samples, pieces: list[_Kept]) -> Samples:
-    """Adds pieces, in the order of the sources."""
+def joined(samples: Samples, pieces: list[_Kept]) -> Samples:
+    """Adds pieces (source, number and sizes of each), in the order of the sources."""
     names = [each.name for each in fields(Sizes) if getattr(samples.sizes, each.name) is not None]
     rows = [(at, no, *(*it.segment_lengths, 0)[:2], *(getattr(it, key) for key in names[2:])) for at, no, it in pieces]
     more = np.array(rows, np.int64).reshape(-1, 2 + len(names)).T
@@ -365,5 +366,5 @@ def _joined(samples: Samples, pieces: list[_Kept]) -> Samples:
         np.concatenate([old, new.astype(old.dtype)]) for old, new in zip(before, more, strict=True)
     )
     order = np.lexsort((piece, source))
-    joined = Sizes(**dict(zip(names, columns, strict=True))).take(order)
-    return Samples(source=source[order], piece=piece[order], sizes=joined)
+    sizes = Sizes(**dict(zip(names, columns, strict=True))).take(order)
+    return Samples(source=source[order], piece=piece[order], sizes=sizes)

@@ -20,7 +20,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -103,19 +103,13 @@ MiB takes a millisecond, a record with pixels would take thirty."""
 
 
 class ShardWriter:
-    """Writes the records of a shard to a file that is not there yet under its name; see `replacing`."""
+    """Writes the records of a shard to an open file that is not there yet under its name; see `replacing`."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=1 << 20)
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._digest = hashlib.sha256()
         self._places = [0]
         self._sums: list[int] = []
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def add(self, parts: list[bytes | memoryview]) -> None:
         """Writes one record."""
@@ -184,12 +178,6 @@ class ShardFile:
     def record(self, number: int) -> memoryview:
         """The bytes of a record, in memory that may be written to without effect on the file. Raises UserError: the
         file became shorter meanwhile, or cannot be read; DamagedBytes: it holds other bytes than were written."""
-        record = self._bytes_of(number)
-        if zlib.crc32(record[:CHECKED]) != self._sums[number]:
-            raise DamagedBytes("its bytes are not those that were written")
-        return record
-
-    def _bytes_of(self, number: int) -> memoryview:
         begin, end = int(self._places[number]), int(self._places[number + 1])
 
         def read() -> memoryview:
@@ -201,10 +189,13 @@ class ShardFile:
             return buffer
 
         try:
-            return read_again(self.path, read, self.close)
+            record = read_again(self.path, read, self.close)
         except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
             raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
+        if zlib.crc32(record[:CHECKED]) != self._sums[number]:
+            raise DamagedBytes("its bytes are not those that were written")
+        return record
 
     def digest(self) -> str:
         """The checksum of what the file holds now; that of a whole shard is `checksum`."""

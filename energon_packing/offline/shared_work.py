@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from energon_packing.executors.work import ExecutorConfig, ExecutorKind, check_rank
+from energon_packing.errors import ConfigError
+from energon_packing.executors.work import ExecutorConfig, ExecutorKind
 from energon_packing.offline.files import remove_leftovers
 
 
@@ -35,7 +36,8 @@ class SharedConfig(WorkersConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_rank(self.rank, self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"--rank {self.rank} does not exist with --world-size {self.world_size}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

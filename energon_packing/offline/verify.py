@@ -21,10 +21,10 @@ from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.work import Progress
-from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.data_paths import is_index, is_packed, is_plan
 from energon_packing.offline.files import differing, read_metadata
 from energon_packing.offline.formats.bridge_parquet import METADATA
-from energon_packing.offline.index import INDEX_FILE, Index
+from energon_packing.offline.index import Index
 from energon_packing.offline.loader import check_plan
 from energon_packing.offline.pack import AT_ONCE, run_of_plan
 from energon_packing.offline.packed import DROPS_FILE, Packed, ShardEntry, check_stored, media_path, shard_path
@@ -146,7 +146,7 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
     if is_plan(path):
         facts = (plan := Plan.open(path)).facts
         return VerifyReport(findings=_told(check_rows, plan), packs=facts.packs, samples=facts.samples)
-    if (path / INDEX_FILE).is_file():
+    if is_index(path):
         index = Index.open(path)
         shards = [shard for each in index.datasets for shard in each.shards]
         samples = sum(shard.samples for shard in shards)
@@ -292,8 +292,7 @@ class ShardVerifier:
                     yield None, f"{path} has {name} {getattr(shard, name)}, the manifest says {getattr(entry, name)}"
             if shard.facts.get("plan") != self._packed.facts.plan:
                 yield None, f"{path} was packed from another plan"
-            own = {name: getattr(self._packed.facts, name) for name in ("store", "media", "padded_rows")}
-            own |= {"first": entry.first, "stop": entry.first + entry.packs, **self._packed.facts.encoder}
+            own = self._packed.facts.of_shard(entry.first, entry.first + entry.packs)
             for name, said, stored in differing(own, shard.facts["settings"], before(self._kind.encoder_config)):
                 yield None, f"{path} was packed with {name}={stored!r}, the manifest says {said!r}"
             yield from self._wrong_bytes(shard, entry)

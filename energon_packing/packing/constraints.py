@@ -93,10 +93,8 @@ class Size:
 
 def _segments(sample: Any) -> tuple[Any, Any]:
     """Tokens of the segment, or of both of a preference pair, each aligned separately; 0 for one that is not there."""
-    lengths = getattr(sample, "segment_lengths", None)
-    if lengths is None:
-        return sample.length, 0
-    return (lengths[0], lengths[1]) if len(lengths) > 1 else (lengths[0], 0)
+    first, second = (*getattr(sample, "segment_lengths", (sample.length,)), 0)[:2]
+    return first, second
 
 
 def shape_of(sample: Any) -> dict[str, Any]:

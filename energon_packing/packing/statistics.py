@@ -1,12 +1,11 @@
-"""How good a packing is: fill, padding by cause, delay, samples held, spread of cost; and what no packer can beat."""
+"""How good a packing is: fill, padding by cause, delay, samples held; and what no packer can beat."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from energon_packing.packing.balance import LINEAR
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import flatten
 
@@ -20,13 +19,9 @@ class PackStatistics:
         fill: share of real tokens.
         alignment_padding: share spent on padding segments to the alignment multiple.
         tail_padding: share left free at the ends of packs.
-        delay_p50, delay_p99, delay_max: median, 99th percentile and worst number of samples that arrived after a sample
-            before it was emitted.
+        delay_p99, delay_max: 99th percentile and worst number of samples that arrived after a sample before it was
+            emitted.
         held: the most samples held at once.
-        samples_per_pack: mean.
-        cost_mean: mean cost of a pack, ``LINEAR * L + L**2`` summed over its segments.
-        cost_spread: standard deviation of the cost divided by its mean.
-        cost_max_over_mean: cost of the most expensive pack, in mean packs; a step with it takes that long.
     """
 
     packs: int
@@ -34,14 +29,9 @@ class PackStatistics:
     fill: float
     alignment_padding: float
     tail_padding: float
-    delay_p50: float
     delay_p99: float
     delay_max: int
     held: int
-    samples_per_pack: float
-    cost_mean: float
-    cost_spread: float
-    cost_max_over_mean: float
 
     @classmethod
     def of(
@@ -75,8 +65,6 @@ class PackStatistics:
         present = np.zeros(int(flat.max()) + 1, dtype=np.int64)
         present[flat] = 1
         came = np.cumsum(present)
-        segments = real[flat].astype(np.float64)
-        cost = np.add.reduceat(LINEAR * segments + segments**2, starts)
         room = len(groups) * capacity
         return cls(
             packs=len(groups),
@@ -84,19 +72,10 @@ class PackStatistics:
             fill=float(real[flat].sum() / room),
             alignment_padding=float((tokens[flat] - real[flat]).sum() / room),
             tail_padding=float(1 - tokens[flat].sum() / room),
-            delay_p50=float(np.percentile(delay, 50)),
             delay_p99=float(np.percentile(delay, 99)),
             delay_max=int(delay.max()),
             held=int((came[arrived - 1] - starts).max()),
-            samples_per_pack=float(flat.size / len(groups)),
-            cost_mean=float(cost.mean()),
-            cost_spread=float(cost.std() / cost.mean()),
-            cost_max_over_mean=float(cost.max() / cost.mean()),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers by name."""
-        return asdict(self)
 
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:

@@ -5,6 +5,7 @@ text with one length per line."""
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def fill_report(
             seconds = round(time.perf_counter() - start, 4)
             row: dict[str, Any] = {"policy": policy, "window": window if policy == "window" else None, "bound": bound}
             row |= {"oversize": int((~fits).sum()), "seconds": seconds}
-            rows.append(row | PackStatistics.of(packs, tokens, capacity, real_lengths=real).to_json())
+            rows.append(row | asdict(PackStatistics.of(packs, tokens, capacity, real_lengths=real)))
     packs = pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks else []
     costs = [pack_cost(real[pack]) for pack in packs]
     for size in ranks:

@@ -1,8 +1,10 @@
 """What happened to one sample, stage by stage: conversion, record, measure, row, media, pack or drop."""
 
+import bisect
+import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -14,9 +16,15 @@ from energon_packing.drops import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.window import piece_of
 from energon_packing.errors import SampleRejected, UserError, some_of
 from energon_packing.ledger import standing_lines
 from energon_packing.line_file import read_lines
+from energon_packing.offline.data_paths import is_packed
+from energon_packing.offline.explain import explanation
+from energon_packing.offline.index import Index
+from energon_packing.offline.packed import DROPS_FILE, Packed, shard_path
+from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.offline.source import (
     IndexedMedia,
     Position,
@@ -60,14 +68,16 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     """
     source = source_key(key)
     events = list(_conversion(source, Path(path)))
-    if (place := _place_of(source, path)) is not None:
-        part, shard, position = place
-        record = TarFiles().read(Path(part.root) / shard, position.offset, position.size)
-        text = f"{part.root}/{shard}, split {part.split}: {position.size:,} bytes at {position.offset:,}"
+    encoder = functools.cache(lambda: build_task_encoder(run))
+    places = _places(source, path, run.data.split)
+    for split, part, shard, at in places:
+        text = f"{part.root}/{shard}, split {split}: {at.size:,} bytes at {at.offset:,}"
         other = Event("source", "dropped", f"{text}; this run reads split {run.data.split}", "data.split")
-        events += [Event("source", "ok", text) if part.split == run.data.split else other]
-        events += _measured(source, record, part, run)
-    elif not any(event.outcome == "rejected" for event in events):
+        events.append(Event("source", "ok", text) if split == run.data.split else other)
+        if split == places[0][0]:
+            record = TarFiles().read(Path(part.root) / shard, at.offset, at.size)
+            events += _measured(key, record, part, run, encoder)
+    if not places and not any(event.outcome == "rejected" for event in events):
         stored = key_of_id(key)
         hint = f" A key has only A-Z, a-z, 0-9, - and _: try {stored!r}." if stored not in (key, "record") else ""
         raise UserError(
@@ -77,30 +87,52 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 
-def events_of_plan(explained: dict[str, Any]) -> list[Event]:
-    """What `energon_packing.offline.explain.explanation` says about a key."""
-    return [
-        *(
-            Event(
-                "plan",
-                "ok",
-                f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}"
-                f", sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the "
-                f"pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
-                f"Beside {some_of([other['sample'] for other in each['beside']], 5) or 'nothing'}.",
-            )
-            for each in explained["packed"]
-        ),
-        *(
-            Event(
-                "plan",
-                "dropped",
-                f"{drop['dropped']}: {drop['reason']}: {drop['detail']}",
-                drop.get("setting") or deciding_setting(drop["reason"], drop["detail"]),
-            )
-            for drop in explained["dropped"]
-        ),
-    ]
+def story_in_index(key: str, directory: Path) -> list[Event]:
+    """What an index holds of a sample and all of its copies. Raises `UserError`: it lacks the sample, or is damaged."""
+    import pyarrow.compute as pc  # which data sets do without
+
+    index, events = Index.open(directory), list[Event]()
+    for dataset, shard in ((it, shard) for it in index.datasets for shard in it.shards):
+        table = index.rows(dataset, shard)
+        for row in table.filter(pc.equal(table.column("key"), source_key(key))).to_pylist():
+            place = f"{row['size']:,} bytes at {row['offset']:,}"
+            events.append(Event("source", "ok", f"{dataset.root}/{shard.name}, split {dataset.asked_split}: {place}"))
+            names = [name for name in ("length", "second", "targets", "images", "patches") if row[name]]
+            sizes = Event("measure", "ok", ", ".join(f"{row[name]:,} {name}" for name in names))
+            refused = row["reason"] and Event.dropped("measure", row["reason"], row["detail"] or "")
+            events.append(refused or sizes)
+    if not events:
+        raise UserError(f"{directory} has no sample {key!r}; its data set may not have it, or was measured without it.")
+    return events
+
+
+def story_in_plan(key: str, path: Path) -> list[Event]:
+    """What a plan, or a packed directory, says of a key. Raises `UserError`: as `explanation`, or the directory is not
+    complete."""
+    packed = Packed.open(path) if is_packed(path) else None
+    plan = Plan.open(path) if packed is None else packed.plan
+    explained = explanation(plan, key)
+    undecoded = () if packed is None else read_drops(plan.path, plan.facts.id, path=path / DROPS_FILE)
+    lost = {(drop["dropped"], drop.get("shard")): drop for drop in undecoded}
+    events: list[Event] = []
+    for each in explained["packed"]:
+        place = f"pack {each['pack']} of epoch {each['epoch']}, place {each['place']}"
+        text = (
+            f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}, "
+            f"sample {each['row']}: {place}; the pack has {each['pack_tokens']} of {each['seq_length']} tokens. "
+            f"Beside {some_of([other['sample'] for other in each['beside']], 5) or 'nothing'}."
+        )
+        events.append(Event("plan", "ok", text))
+        if packed is not None:
+            shard = bisect.bisect_right(packed.facts.firsts, each["pack"]) - 1
+            text = f"{each['sample']}: pack {each['pack']} in {shard_path(path, shard).name}"
+            drop = lost.get((each["sample"], shard))
+            stored = Event("stored", "ok", text)
+            events.append(Event.dropped("stored", drop["reason"], f"{drop['detail']} ({text})") if drop else stored)
+    for drop in explained["dropped"]:
+        setting = drop.get("setting") or deciding_setting(drop["reason"], drop["detail"])
+        events.append(Event("plan", "dropped", f"{drop['dropped']}: {drop['reason']}: {drop['detail']}", setting))
+    return events
 
 
 def source_key(key: str) -> str:
@@ -118,25 +150,34 @@ def _conversion(key: str, directory: Path) -> Iterator[Event]:
                 yield Event("convert", outcome, f"{entry.get('source')}, record {entry.get('record')}: {told}")
 
 
-def _place_of(key: str, path: str) -> tuple[SourcePart, str, Position] | None:
-    """Part, shard and position of a record, in whatever split it is."""
-    parts: list[SourcePart] = []
+def _places(key: str, path: str, own: str) -> list[tuple[str, SourcePart, str, Position]]:
+    """Split, part, shard and position of each record of a key: those of the run's `own` split first, and of the others
+    what that does not have."""
+    parts: list[tuple[str, SourcePart]] = []
     problem: UserError | None = None
-    for split in SPLITS:
+    for split in dict.fromkeys((own, *SPLITS)):
         try:
-            parts += source_parts(path, split)
+            parts += [(split, part) for part in source_parts(path, split)]
         except UserError as error:  # most data sets lack a split
-            problem = error
+            problem = problem or error
     if not parts and problem is not None:
         raise problem
-    for part in parts:
-        index = ShardIndex(Path(part.root))
-        if (position := index.position(f"{key}.json")) and index.shards[position.shard] in part.shards:
-            return part, index.shards[position.shard], position
-    return None
+    first: dict[Any, str] = {}
+    return [
+        (split, part, index.shards[at.shard], at)
+        for split, part in parts
+        for index in [ShardIndex(Path(part.root))]
+        if (at := index.position(f"{key}.json")) is not None
+        and index.shards[at.shard] in part.shards
+        and first.setdefault(part.root, split) == split
+    ]
 
 
-def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iterator[Event]:
+def _measured(
+    named: str, record: bytes, part: SourcePart, run: RunConfig, encoder: Callable[[], PackingTaskEncoder]
+) -> Iterator[Event]:
+    """What becomes of a sample and its pieces; of one piece, if that is what is named."""
+    key = source_key(named)
     media = ShardIndex(Path(part.media_root))
     sample = part.sample(key, record, IndexedMedia(media, key))
     if sample.conversation is not None:
@@ -145,33 +186,44 @@ def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iter
     if not run.encoder.processor:
         yield Event("measure", "unknown", "not measured: give --config, or --set encoder.processor=path/or/name")
         return
-    encoder = build_task_encoder(run)
-    sized: MeasuredSample = encoder.preencode_sample(sample)
+    pieces = [sized := encoder().preencode_sample(sample)]
+    if sized.split is not None:
+        last = len(sized.split.pieces) - 1
+        text = f"split into {last + 1} pieces, {key}#0 to {key}#{last}; each is packed for itself"
+        yield Event("row", "changed", text, "packing.oversize")
+        pieces = [piece_of(sized, number) for number in range(last + 1)]
+    chosen = [piece for piece in pieces if piece.__key__ == named] or pieces
+    if "#" in named and chosen is pieces:
+        yield Event("row", "unknown", f"no piece of it is {named}", "packing.oversize")
+    for piece in chosen:
+        of_piece = f"{piece.__key__}: " * (piece is not sized)
+        yield from (it._replace(text=of_piece + it.text) for it in _fate(piece, encoder(), part, media, key))
+
+
+def _fate(
+    sized: MeasuredSample, encoder: PackingTaskEncoder, part: SourcePart, media: ShardIndex, key: str
+) -> Iterator[Event]:
     if (problem := sized.problem) is not None:
         if problem.fatal is not None:
             raise problem.fatal
         in_row = problem.reason in ("oversize", "over_limit")
         yield Event.dropped("row" if in_row else "measure", problem.reason, problem.detail)
         return
-    if sized.split is not None:
-        last = len(sized.split.pieces) - 1
-        text = f"split into {last + 1} pieces, {key}#0 to {key}#{last}; each is packed for itself"
-        yield Event("row", "changed", text, "packing.oversize")
-        return
-    measured = sized.measured
+    measured, packing = sized.measured, encoder.packing
     assert measured is not None
-    lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
     targets = sum(getattr(segment, "targets", 0) for segment in measured.segments)
-    text = f"{lengths} tokens, {targets:,} of them targets; {measured.images} images and {measured.patches} patches"
-    yield Event("measure", "ok", text)
+    lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
+    what = f"{targets:,} of them targets; {measured.images} images and {measured.patches} patches"
+    yield Event("measure", "ok", f"{lengths} tokens, {what}")
     for how, detail in measured.changes:
-        setting = "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
+        setting = "packing.oversize" if how in ("truncated", "split") else "encoder.limits.when_over"
         yield Event("measure", "changed", f"{how}: {detail}", deciding_setting(how, detail) or setting)
-    taken = f"takes {encoder.limits.aligned(measured):,} of {run.packing.seq_length:,} tokens of a row"
+    taken = f"takes {encoder.limits.aligned(measured):,} of {packing.seq_length:,} tokens of a row"
     yield Event("row", "ok", f"{taken} (multiple {encoder.multiple})")
-    yield _rendered(encoder, sized, part, media, key)
-    waits = f"waits among up to {run.packing.window:,} samples for a pack"
-    yield Event("window", "ok", f"{waits}, which the policy {run.packing.policy!r} chooses", "packing.window")
+    yield (shown := _rendered(encoder, sized, part, media, key))
+    if shown.outcome == "ok":
+        waits = f"waits among up to {packing.window:,} samples for a pack"
+        yield Event("window", "ok", f"{waits}, which the policy {packing.policy!r} chooses", "packing.window")
 
 
 def _conversation_text(conversation: Conversation) -> str:

@@ -1,6 +1,6 @@
 """Statistics as one self-contained HTML page; numbers and names as a reader sees them."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from energon_packing.conversation import PairCounts
@@ -21,18 +21,23 @@ def number(value: float, error: float = 0) -> str:
             text = f"{value / unit:.3g}" if abs(value) < 100 * unit else f"{value / unit:,.0f}"
             return f"{text}{suffix}" + (f" \u00b1{error / unit:.2g}{suffix}" if error else "")
     text = f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
-    return text + (f" \u00b1{error:,.2g}" if error else "")
+    return text + (f" \u00b1{error:,.0f}" if error >= 100 else f" \u00b1{error:.2g}" if error else "")
 
 
-def share(value: float) -> str:
-    """A share in percent; small ones keep a digit that is not 0."""
-    percent = 100 * value
+def share(value: float, error: float = 0) -> str:
+    """A share in percent, with half the width of its interval; small ones keep a digit that is not 0."""
+    percent, off = 100 * value, 100 * error
+    if off and not percent:
+        return f"< {off:.2g} %"
+    if off >= 0.05 or off > percent:
+        digits = 1 if off >= 0.05 <= percent else 3
+        return f"{percent:.{digits}f} \u00b1{off:.{digits}f} %"
     return f"{percent:.1f} %" if percent >= 9.995 or percent == 0 else f"{percent:.2g} %"
 
 
-def with_error(value: float, error: float) -> str:
-    """A share with half the width of its interval."""
-    return f"{100 * value:.1f} \u00b1{100 * error:.1f} %" if error >= 5e-4 else f"{100 * value:.2f} %"
+def with_error(row: Mapping[str, Any], name: str, form: Callable[[float, float], str]) -> str:
+    """A figure with its error in a form, such as that of a `share`."""
+    return form(row[name], row.get("error" if name == "share" else f"{name}_error") or 0)
 
 
 def bin_name(each: Mapping[str, Any], quantity: str) -> str:
@@ -66,17 +71,54 @@ def source_sentence(report: Mapping[str, Any]) -> str:
 
 
 def packing_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One row of the packings that are compared, as texts: length, multiple, window, fill, and what is lost or left."""
+    """One row of the packings that are compared, as texts; see `PACKING_NAMES`."""
     return (
         f"{row['seq_length']:,}",
         str(row["multiple"]),
         "plan" if row["window"] is None else str(row["window"]),
-        with_error(row["fill"], row["error"]),
-        share(row["alignment"]),
-        share(row["tail"]),
-        "" if row["lost"] is None else share(row["lost"]),
-        number(row["packs"], row["packs_error"]),
-        number(row["steps"]),
+        *(with_error(row, name, share) for name in ("fill", "lost")),
+        *(with_error(row, name, number) for name in ("packs", "steps")),
+        *(with_error(row, name, share) for name in ("alignment", "tail")),
+    )
+
+
+PACKING_NAMES = ("row", "multiple", "window", "fill", "lost", "packs", "steps", "alignment", "tail")
+
+
+def own_sentence(report: Mapping[str, Any]) -> str:
+    """The run's own configuration, and what its rows are like."""
+    row, run = report["packing"][0], report["run"]
+    aligned = f" with samples aligned to {row['multiple']}" * (row["multiple"] > 1)
+    weights = ", data sets mixed by their weights or repetitions" * run["weights"]
+    sentence = (
+        f"This run: rows of {row['seq_length']:,} tokens{aligned}, window {row['window']}, oversize={run['oversize']}, "
+        f"{run['ranks']} data-parallel {'ranks' if run['ranks'] > 1 else 'rank'} x {run['workers']} workers{weights}. "
+    )
+    if not row["fill"]:
+        return sentence + "No sample fits a row."
+    over = " and ".join(
+        (with_error(row, name, number) if row[name] else f"at most {number(row[f'{name}_error'])}") + f" {told}"
+        for name, told in (("too_long", "longer than a row"), ("over_limit", "over a limit of it"))
+        if row[name] or row[f"{name}_error"]
+    )
+    lost = f"Samples: {over}; {with_error(row, 'lost', share)} of the tokens in no row."
+    return (
+        f"{sentence}Rows are {with_error(row, 'fill', share)} full while it repeats its data; the rest is alignment "
+        f"({with_error(row, 'alignment', share)}) and tails ({with_error(row, 'tail', share)}). An epoch that ends "
+        f"(data.repeat: false) has {with_error(row, 'end_packs', number)} packs more at its end. "
+    ) + (lost if over else "Every sample fits.")
+
+
+def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """The packs of a plan, and what its budget counts."""
+    epochs = f"{plan['epochs']:,} epoch" + "s" * (plan["epochs"] > 1)
+    batch = f"{plan['global_batch_size']:,} pack" + "s" * (plan["global_batch_size"] > 1)
+    return (
+        f"{epochs}: {plan['rows']:,} samples or pieces in {plan['packs']:,} packs of {plan['seq_length']:,} tokens, "
+        f"{plan['steps']:,} steps of {batch}. Fill {plan['fill']:.2%}, alignment to a multiple of {plan['multiple']} "
+        f"{plan['alignment']:.2%}, tail {plan['tail']:.2%}.",
+        f"As packing.drop_budget counts, {plan['dropped']:,.0f} of {plan['read']:,.0f} samples of an epoch are dropped "
+        f"({plan['dropped'] / max(plan['read'], 1):.2%}).",
     )
 
 
@@ -88,18 +130,18 @@ def group_cells(group: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         group["name"],
         number(group["samples"]),
-        with_error(group["share"], group["error"]),
-        number(group["tokens"]),
-        share(group["token_share"]),
-        number(group["mean_tokens"]),
-        share(group["trained_share"]) if "trained_share" in group else "",
-        number(group.get("dropped", 0)),
+        with_error(group, "share", share),
+        number(group["tokens"], group["tokens_error"]),
+        with_error(group, "token_share", share),
+        with_error(group, "mean_tokens", number),
+        with_error(group, "trained_share", share) if "trained_share" in group else "",
+        number(group["dropped"]),
     )
 
 
 def drop_cells(drop: Mapping[str, Any]) -> tuple[str, ...]:
     """A reason of drops, its samples and their share, as texts."""
-    return drop["reason"], number(drop["samples"]), with_error(drop["share"], drop["error"])
+    return drop["reason"], number(drop["samples"]), with_error(drop, "share", share)
 
 
 def stats_page(report: Mapping[str, Any]) -> str:
@@ -135,16 +177,14 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 
 
 def _packing(report: Mapping[str, Any]) -> str:
-    names = ("seq_length", "multiple", "window", "fill", "alignment", "tail", "lost", "packs", "steps")
-    settings, rows = report["recommendation"]["settings"], report["packing"]
-    least = min(row["multiple"] for row in rows)
-    best = (settings.get("packing.seq_length"), settings.get("packing.window"), least)
-    marked = {at for at, row in enumerate(rows) if (row["seq_length"], row["window"], row["multiple"]) == best}
+    if not report["packing"]:
+        return "".join(f"<p>{escaped(each)}</p>" for each in (plan_sentences(report["plan"]) if report["plan"] else ()))
     explained = (
-        "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
-        f"than a row. Packs of a step: {report['global_batch_size']}."
+        "Fill, alignment and tail are shares of all tokens of all rows of a run that repeats its data. Lost is the "
+        f"share of tokens in no row. Packs of a step: {report['global_batch_size']}."
     )
-    return f"<p class=soft>{escaped(explained)}</p>{_table(names, map(packing_cells, report['packing']), marked)}"
+    table = _table(PACKING_NAMES, map(packing_cells, report["packing"]), {0})
+    return f"<p>{escaped(own_sentence(report))}</p><p class=soft>{escaped(explained)}</p>{table}"
 
 
 def _table(names: Iterable[str], rows: Iterable[Iterable[str]], marked: Container[int] = ()) -> str:
@@ -162,7 +202,11 @@ def _table(names: Iterable[str], rows: Iterable[Iterable[str]], marked: Containe
 def _quantity(name: str, found: Mapping[str, Any]) -> str:
     title, unit = QUANTITIES[name]
     shown = share if name == "trained_share" else number
-    facts = f"mean {shown(found['mean'])}, median {shown(found['p50'])}, 99th percentile {shown(found['p99'])}"
+    facts = ", ".join(
+        f"{told} {with_error(found, key, shown)}"
+        for told, key in (("mean", "mean"), ("median", "p50"), ("99th percentile", "p99"))
+        if found[f"{key}_error"] is not None
+    )
     total = "" if name == "trained_share" else f"; {number(found['sum'], found['sum_error'])} in all"
     chart = _bars(
         [(bin_name(each, name), each["share"], each["error"]) for each in found["histogram"]],

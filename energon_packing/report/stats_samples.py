@@ -1,21 +1,24 @@
 """What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY, counted_pairs
-from energon_packing.drops import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops, unwished
 from energon_packing.errors import UserError
 from energon_packing.executors.work import Progress
 from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
 from energon_packing.offline.plan import Plan, read_drops
+from energon_packing.offline.samples import Remeasured, check_measured_alike
 from energon_packing.sample_kind import KINDS
 
 
@@ -24,16 +27,20 @@ class StatsSamples:
     """Sizes of N usable samples, and why the others were dropped.
 
     Attributes:
-        total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
+        total: samples of the data, dropped ones included; of a plan, those of the data sets that it reads.
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
             `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
-        pack: ``[N]`` int64, the pack of each sample; plans only.
+        counts: ``[data sets]`` int64, samples of each, dropped ones and those not measured included; empty for a plan.
+        mix: ``[data sets]`` float64, how many samples of each an epoch has, by weights or repetitions of a metadataset;
+            None where there are none. Where there are weights, an epoch is as many samples as there are.
+        remeasure: measures some of the N samples again, by ascending number, as a run does; None for a plan.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
-        planned: seq_length, multiple and packs of a plan; None otherwise.
+        planned: figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget
+            counts them; None otherwise.
         family: `VisionFamily.name` of the encoder that measured; empty for clips.
     """
 
@@ -46,9 +53,11 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    pack: np.ndarray | None = None
+    counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    mix: np.ndarray | None = None
+    remeasure: Callable[[RunConfig, np.ndarray], Sequence[Remeasured]] | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    planned: Mapping[str, int] | None = None
+    planned: Mapping[str, float] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
     family: str = ""
 
@@ -66,6 +75,16 @@ class StatsSamples:
     def dropped(self) -> Counter[str]:
         """Dropped samples by reason."""
         return sum((Counter(each) for each in self.drops), Counter())
+
+
+def mix_of(parts: Sequence[Any], counts: np.ndarray) -> np.ndarray | None:
+    """`StatsSamples.mix` of parts of a metadataset that have `counts` ``[data sets]`` samples."""
+    if all(part.weight is None and part.repetitions in (None, 1) for part in parts):
+        return None
+    if any(part.weight is not None for part in parts):
+        weights = np.array([part.weight or 0.0 for part in parts])
+        return weights * counts.sum() / weights.sum()
+    return counts * [1.0 if part.repetitions is None else part.repetitions for part in parts]
 
 
 def samples_of_index(index: Index, path: str) -> StatsSamples:
@@ -88,7 +107,22 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
             total += table.num_rows
     if total == 0:
         raise UserError(f"{path} holds no samples; measure a data set that has some")
-    return StatsSamples(
+
+    def remeasure(run: RunConfig, numbers: np.ndarray) -> Sequence[Remeasured]:
+        from energon_packing.offline.packs import SampleRemeasurer
+
+        check_measured_alike(index, index, run)
+        rows = []
+        for number, dataset in enumerate(index.datasets):
+            starts = np.cumsum([0, *(shard.samples for shard in dataset.shards)])
+            own = samples.place[numbers[samples.dataset[numbers] == number]]
+            for shard, (low, high) in zip(dataset.shards, pairwise(starts), strict=True):
+                if (here := own[(own >= low) & (own < high)] - low).size:
+                    rows.append((dataset, shard, here.tolist()))
+        return [each for shard in SampleRemeasurer(None, [index.directory], run=run)(rows) for each in shard]
+
+    counts = np.array([sum(shard.samples for shard in each.shards) for each in index.datasets])
+    samples = StatsSamples(
         path=path,
         kind="index",
         total=total,
@@ -99,42 +133,60 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         columns={name: np.concatenate(parts[name]) for name in columns},
         drops=tuple(drops),
         frequent=frequent_drops(index),
+        counts=counts,
+        mix=mix_of(index.datasets, counts),
+        remeasure=remeasure,
         pair_counts=pair_counts(index.datasets),
         family=str(index.fingerprint.get("family", "")),
     )
+    return samples
 
 
 def samples_of_plan(plan: Plan) -> StatsSamples:
-    """All rows of a plan: samples and pieces of split ones, as often as it packs them. Raises `UserError`: the plan or
-    its drops are damaged."""
-    names = ("length", "second", "dataset", "pack")
-    tables = list(plan.tables(list(names)))
-    columns = {
-        name: np.concatenate([table.column(name).to_numpy().astype(np.int64) for table in tables]) for name in names
-    }
-    drops: list[Counter[str]] = [Counter() for _ in plan.facts.datasets]
+    """The samples that a plan packs, each once and with the tokens of all of its pieces, and those that it drops.
+    Raises `UserError`: the plan or its drops are damaged."""
+    facts, datasets, place = plan.facts, plan.facts.datasets, ["dataset", "shard", "row"]
+    rows = pa.concat_tables(plan.tables([*place, "piece", "length", "second"]))
+    once = rows.group_by([*place, "piece"]).aggregate([("length", "min"), ("second", "min")])  # of all epochs
+    kept = once.group_by(place).aggregate([("length_min", "sum"), ("second_min", "sum")])
+    names = ("dataset", "length_min_sum", "second_min_sum")
+    dataset, length, second = (kept.column(name).to_numpy().astype(np.int64) for name in names)
+    told = facts.summary.get("datasets") or [{"per_epoch": 1.0, "dropped": {}}] * len(datasets)
+    times = [each["per_epoch"] for each in told]  # 0: the plan does not read it
+    drops = [Counter(each["dropped"] if often else ()) for each, often in zip(told, times, strict=True)]
+    sizes = [sum(shard.samples for shard in it.shards) * bool(often) for it, often in zip(datasets, times, strict=True)]
     frequent = FrequentDrops("planned")
-    paths = [dataset.path for dataset in plan.facts.datasets]
-    frequent.add({(paths[at], ""): count for at, count in enumerate(np.bincount(columns["dataset"]).tolist())}, ())
-    numbers = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
-    for drop in read_drops(plan.path, plan.facts.id):
-        at = numbers.get(drop.get("dataset", ""), 0)
-        drops[at][drop["reason"]] += 1
-        entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=paths[at])
-        frequent.add({(paths[at], ""): 1}, [entry])
-    total = columns["length"].size + sum(each.total() for each in drops)
+    paths = {it.name: it.path for it, often in zip(datasets, times, strict=True) if often}
+    for it, size in zip(datasets, sizes, strict=True):
+        frequent.add({(it.path, ""): size}, ())
+    each_once = {  # of a sample whose pieces have several drops, one
+        (drop.get("dataset"), drop.get("shard"), drop.get("row", drop["dropped"])): drop
+        for drop in read_drops(plan.path, facts.id)
+    }
+    for drop in each_once.values():
+        if path := paths.get(drop.get("dataset", "")):
+            entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=path)
+            frequent.add({}, [entry])
+    counted = [unwished(*each) for each in zip(drops, sizes, strict=True)]  # as the planner asks the budget
+    planned = {
+        **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
+        **{name: float(facts.summary[name]) for name in ("fill", "aligned_fill")},
+        **{"packs": facts.packs, "rows": facts.samples, "epochs": facts.epochs},
+        "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
+        "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
+        "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),
+    }
     return StatsSamples(
         path=str(plan.path),
         kind="plan",
-        total=total,
-        measured=total,
-        datasets=dataset_names(plan.facts.datasets),
-        dataset=columns["dataset"],
-        columns={name: columns[name] for name in ("length", "second")},
+        total=sum(sizes),
+        measured=sum(sizes),
+        datasets=dataset_names(datasets),
+        dataset=dataset,
+        columns={"length": length, "second": second},
         drops=tuple(drops),
-        pack=columns["pack"],
-        pair_counts=pair_counts(plan.facts.datasets),
-        planned={"packs": len(plan)} | {name: int(plan.facts.decided[name]) for name in ("seq_length", "multiple")},
+        pair_counts=pair_counts(datasets),
+        planned=planned,
         frequent=frequent,
     )
 
@@ -151,8 +203,8 @@ def samples_of_dataset(
     counted_pairs(Path(part.root) for part in parts).check(path, run.packing.pairs)
     measurer = ShardMeasurer(run)
     shards = [(number, shard) for number, part in enumerate(parts) for shard in part.shards]
-    counts = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
-    starts = np.cumsum([0, *counts])
+    of_shards = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
+    starts = np.cumsum([0, *of_shards])
     total = int(starts[-1])
     if total == 0:
         raise UserError(f"{path} holds no samples in its split {split!r}")
@@ -177,6 +229,20 @@ def samples_of_dataset(
             else:
                 rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
     table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
+
+    def remeasure(run: RunConfig, numbers: np.ndarray) -> Sequence[Remeasured]:
+        from energon_packing.offline.packs import outcomes
+
+        encoder = measurer.kind.task_encoder(run)
+        places = np.array([firsts[number] + place for number, place in table[numbers, :2].tolist()])
+        found: list[Remeasured] = []
+        for (number, shard), (low, high) in zip(shards, pairwise(starts), strict=True):
+            if wanted := set((places[(places >= low) & (places < high)] - low).tolist()):
+                for some in measurer.cooked(parts[number], shard, wanted):
+                    found += [outcomes(encoder, sample) for _, sample, _ in some]
+        return found
+
+    counts = np.bincount([number for number, _ in shards], of_shards, len(parts)).astype(np.int64)
     return StatsSamples(
         path=path,
         kind="data set",
@@ -188,6 +254,9 @@ def samples_of_dataset(
         columns={name: table[:, 2 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(drops),
         frequent=frequent,
+        counts=counts,
+        mix=mix_of(parts, counts),
+        remeasure=remeasure,
         pair_counts=measurer.pair_counts,
         family=measurer.fingerprint.get("family", ""),
     )

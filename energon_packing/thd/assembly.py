@@ -27,7 +27,7 @@ import torch
 
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import PackedBatch
-from energon_packing.thd.fields import BRIDGE_KEYS, IGNORE_INDEX, TokenField, declared
+from energon_packing.thd.fields import BRIDGE_KEYS, IGNORE_INDEX, TokenField
 from energon_packing.thd.rows import (
     ROW_FIELDS,
     join_extra,
@@ -116,7 +116,8 @@ def assemble(
                 f"width {width} is not a multiple of {math.lcm(multiple, total_multiple)}, which alignment to "
                 f"{multiple} and a total multiple of {total_multiple} require; choose the next larger multiple"
             )
-    further = declared(extra_fields)
+    given = extra_fields or {}
+    further: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {field.name: field for field in given}
     if clash := sorted(set(further) & {*ROW_FIELDS, *BRIDGE_KEYS}):
         raise ConfigError(f"extra_fields may not redefine {', '.join(clash)}")
     if not rows:

@@ -4,9 +4,8 @@ What a user (``encoder.extra_fields``) and a family (``token_fields``) add per t
 in `PackedBatch.extra`.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -86,10 +85,3 @@ BRIDGE_KEYS = (
     *(key for keys in BOUNDARY_FIELDS.values() for key in keys),
 )
 """Every key that `PackedBatch.to_bridge` may emit; no extra field may use one of these names."""
-
-
-def declared(fields: Mapping[str, int | float | bool] | Iterable[TokenField] | None) -> dict[str, TokenField | Any]:
-    """Name -> field of further fields; a plain padding value leaves the dtype to the rows."""
-    if fields is None:
-        return {}
-    return dict(fields) if isinstance(fields, Mapping) else {field.name: field for field in fields}

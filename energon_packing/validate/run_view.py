@@ -461,12 +461,6 @@ class RunView:
         return re.sub(r"^(gemma3(?=(4|12|27)b)|qwen35(?=\d))", r"\1vl", name)
 
     @property
-    def may_show_images(self) -> bool:
-        """Whether images or videos may reach the model: not on text data sets, nor with a text tokenizer."""
-        sees = self.processor_tokens is None or bool(self.processor_tokens.placeholders)
-        return sees and self.dataset_kind not in ("gpt_sft", "gpt_pretraining")
-
-    @property
     def model_forces_sequence_parallel(self) -> bool:
         """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever the setting.
 

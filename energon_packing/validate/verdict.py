@@ -141,16 +141,13 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
 
 
 def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
-    accepted = BridgeVerdict(version=installed_version("megatron-bridge"), accepted=True)
+    version, message, rule = installed_version("megatron-bridge"), "", None
     with without_output(), believed_world_size(size):
         try:
             check()
         except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
-            message = " ".join(str(error).split()) or type(error).__name__
-            return dataclasses.replace(
-                accepted, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
-            )
-    return accepted
+            message, rule = " ".join(str(error).split()) or type(error).__name__, rule_that_bridge_named(str(error))
+    return BridgeVerdict(version=version, accepted=not message, message=message, rule=rule)
 
 
 def prepare_bridge() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from energon_packing.config.setting import newer_and_unset
 from energon_packing.conversation import Media
 from energon_packing.energon.states import settings_of
-from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.geometry import frames_at
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.image import decode_image
@@ -226,10 +226,7 @@ class TextToVideoEncoder:
         if shape[0] != channels:
             detail = f"latents of {shape[0]} channels, but encoder.latent_channels is {channels}"
             raise SampleRejected("wrong_shape", detail)
-        try:
-            grid = patch_grid(shape[1:], self.config.patch)
-        except PackingError as error:
-            raise SampleRejected("wrong_shape", str(error)) from None
+        grid = patch_grid(shape[1:], self.config.patch)
         rows, token_ids, changes = self._text(sample)
         return MeasuredClip(
             key=sample.key,
@@ -258,7 +255,8 @@ class TextToVideoEncoder:
         sample = measured.sample
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
-        text = text[: measured.text_rows]
+        # Before the values are looked at: a large one may become infinite.
+        latent, text = latent.to(self.dtype), text[: measured.text_rows].to(self.dtype)
         sizes = {"latents": largest(latent), "text embeddings": largest(text)}
         for what, size in sizes.items():
             if not math.isfinite(size):
@@ -267,9 +265,7 @@ class TextToVideoEncoder:
             raise SampleRejected(
                 "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
             )
-        return WanSample(
-            key=measured.key, latent=latent.to(self.dtype), text=text.to(self.dtype), metadata=dict(sample.metadata)
-        )
+        return WanSample(key=measured.key, latent=latent, text=text, metadata=dict(sample.metadata))
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:

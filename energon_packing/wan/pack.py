@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch.nn import functional
 
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.thd.assembly import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
 
@@ -134,9 +134,9 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
 
 def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``. Raises
-    PackingError: the latent does not divide into patches."""
+    SampleRejected: ``wrong_shape``, the latent does not divide into patches."""
     if len(shape) != 3 or 0 in shape or any(side % size for side, size in zip(shape, patch, strict=True)):
-        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+        raise SampleRejected("wrong_shape", f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
     frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
     return frames, height, width
 
@@ -240,5 +240,5 @@ def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> 
         raise PackingError(f"sample {sample.key}: {wrong}")
     try:
         return patch_grid(latent.shape[1:], patch)
-    except PackingError as error:
-        raise PackingError(f"sample {sample.key}: {error}") from None
+    except SampleRejected as error:
+        raise PackingError(f"sample {sample.key}: {error.detail}") from None

@@ -257,14 +257,12 @@ def _load(stream: BinaryIO, size: int, suffix: str, names: Sequence[str]) -> tup
 
     try:
         loaded = (_unpickled if suffix == "pickle" else _zipped)(stream, size)
-    except SampleRejected:
-        raise
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]{1,80})", str(error))
         what = f"it names {named[1]}" if named else "it does more than build tensors"
         raise SampleRejected("unsafe_pickle", f"torch's weights_only reader refuses it: {what}") from error
     except Exception as error:  # torch reports a damaged file in many ways
-        if is_machines(error):
+        if isinstance(error, SampleRejected) or is_machines(error):
             raise
         raise _corrupt(f"torch cannot read it: {type(error).__name__}") from error
     name = ""

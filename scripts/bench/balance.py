@@ -55,11 +55,12 @@ def run(
                 orders: tuple[Order, ...] = ("none",) if window == 1 else ("ascending", "serpentine")
                 for order in orders:
                     for shift in sorted({0, max_shift}):
+                        told: dict[str, Any] = {"ranks": size, "window": window, "order": order, "max_shift": shift}
                         report = simulate_steps(
                             costs, ranks=size, window=window, order=order, max_shift=shift, seed=seed
-                        ).to_json()
-                        report |= {name: round(report[name], 4) for name in ("efficiency", "drift")}
-                        yield {"list": given.name, "packs": len(packs), **report}
+                        )
+                        told |= {name: round(value, 4) for name, value in report._asdict().items()}
+                        yield {"list": given.name, "packs": len(packs), **told}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

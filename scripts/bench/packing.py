@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -85,7 +86,7 @@ def run(
                 groups, seconds = _timed(pack, repeat)
                 row = _row(given, policy, len(groups), bound, seconds)
                 row["window"] = window if policy in ("window", "internvl") else None
-                yield row | PackStatistics.of(groups, given.lengths, given.capacity).to_json()
+                yield row | asdict(PackStatistics.of(groups, given.lengths, given.capacity))
         if with_peers and image_limit is None:
             for name in bench_peers.PEERS:
                 if name in missing:

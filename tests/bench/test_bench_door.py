@@ -44,6 +44,17 @@ def test_packing_compares_every_policy_on_a_list_of_ones_own(lists):
     assert all(row["bound"] > found[0]["bound"] for row in limited)
 
 
+def test_a_benchmark_that_is_repeated_prints_medians_and_the_spread_of_what_differs(lists):
+    found = rows("--repeat", "3", "packing", "--lists", lists, "--no-peers", "--policy", "best_fit", "--json")
+    once = rows("packing", "--lists", lists, "--no-peers", "--policy", "best_fit", "--json")
+    assert [row["packs"] for row in found] == [row["packs"] for row in once]
+    for row in found:
+        assert "us_per_sample" in row["spread"]
+        assert not {"packs", "fill"} & row["spread"].keys(), "they are the same in each run"
+        for name, (least, most) in row["spread"].items():
+            assert least <= row[name] <= most
+
+
 @pytest.mark.skipif(find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
 def test_bridges_own_packing_is_a_peer_in_a_process_of_its_own(lists, monkeypatch):
     monkeypatch.syspath_prepend(str(DOOR.parent))

@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
-from energon_packing.packing import policy_names
+from energon_packing.packing import pack_stream, policy_names
+from energon_packing.packing.balance import pack_cost, simulate_steps
 
 PICKLED = io.BytesIO()
 np.save(PICKLED, np.array([{"a": 1}], dtype=object), allow_pickle=True)
@@ -76,8 +77,18 @@ def test_sorting_by_cost_lets_ranks_wait_less(lists):
     assert set(by) == {(2, 1), (2, 16), (8, 1), (8, 16)}
     assert by[8, 16] > by[8, 1]
     assert by[8, 1] < by[2, 1]
-    limited = rows(lists / "mine.npz", "--ranks", 8, "--balance-window", 16, "--image-limit", 6)
-    assert {row["efficiency"] for row in limited if "ranks" in row}.isdisjoint(by.values()), "packs of those steps too"
+
+
+def test_steps_of_ranks_are_made_of_packs_within_the_limit_of_images(lists):
+    """Fewer samples share a pack then, so that packs cost less and differ more."""
+    options = ("--ranks", 8, "--balance-window", 16, "--image-limit", 6)
+    found = {row["balance_window"]: row["efficiency"] for row in rows(lists / "mine.npz", *options) if "ranks" in row}
+    limit = {"images": (lambda at: int(LENGTHS[at]) % 7, 6)}
+    packs = pack_stream(range(400), 2048, length=lambda at: int(LENGTHS[at]), constraints=limit, window=256)
+    costs = [pack_cost(LENGTHS[pack]) for pack in packs]
+    for window, order in ((1, "none"), (16, "serpentine")):
+        own = simulate_steps(costs, ranks=8, window=window, order=order)
+        assert found[window] == pytest.approx(own.efficiency, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, unknown words, mistakes, interruption, and what is imported when."""
 
+import io
 import json
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from types import ModuleType
 import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
-from energon_packing.cli.main import REMOVED, SUBCOMMANDS, CommandGroup, Subcommand, cli
+from energon_packing.cli.main import SUBCOMMANDS, CommandGroup, Subcommand, cli
+from energon_packing.cli.terminal import table
 from energon_packing.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,39 +100,57 @@ def test_a_bug_names_its_exception_and_asks_for_a_report_and_its_traceback_is_sh
     assert "Traceback" in run(group, "end", how, ENERGON_PACKING_DEBUG="1").stderr
 
 
-def test_a_reader_that_leaves_early_sees_no_error() -> None:
+ENDLESS = {
+    "click": "click.echo('a line of text')",
+    "rich": "say('a line of text')",
+}
+"""What a command does again and again."""
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_a_reader_that_leaves_early_sees_no_error_and_no_failed_check(how: str) -> None:
     program = (
         "import click, sys\n"
         "from energon_packing.cli import main as m\n"
+        "from energon_packing.cli.terminal import say\n"
         "@click.command()\n"
         "def talk():\n"
-        "    for i in range(200000): click.echo('a line of text')\n"
+        f"    for i in range(200000): {ENDLESS[how]}; i or (sys.stdout.flush(), sys.stdin.read())\n"
         "m.CommandGroup.get_command = lambda self, ctx, name: talk\n"
         "m.cli.table = {'talk': None}\n"
         "m.cli.main(['talk'])\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-Pc", program], text=True, **pipes)
+    assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "a line of text\n"
     process.stdout.close()
+    process.stdin.close()
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 141
 
 
+@pytest.mark.parametrize("width", [20, 40, 72, 80])
+def test_a_table_cuts_no_digit_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    numbers = [[f"{10**power + column:,}" for column in range(6)] for power in (3, 6)]
+    rows = [(f"data set {name}", *each) for name, each in zip("ab", numbers, strict=True)]
+    output = io.StringIO()
+    Console(file=output).print(
+        table(rows, left=("by data set",), right=("samples", "tokens", *"wxyz"), title="Counts", fold=False)
+    )
+    words = output.getvalue().replace(";", " ").split()
+    assert [word for word in words if word[0].isdigit()] == [each for row in numbers for each in row]
+    assert max(map(len, output.getvalue().splitlines())) <= width
+    assert words[0] == "Counts"
+
+
 def test_an_unknown_command_names_the_nearest_known_one_or_all(group: CommandGroup) -> None:
     assert "did you mean 'end'?" in run(group, "endd").stderr
     assert "known: end" in run(group, "xyzzy").stderr
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_name_answers_with_its_new_place(name: str) -> None:
-    result = run(cli, name)
-    assert (result.exit_code, REMOVED[name] in " ".join(result.stderr.split())) == (2, True)
-    assert REMOVED[name] in json.loads(run(cli, name, "--json").stdout)["error"]
 
 
 @pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))

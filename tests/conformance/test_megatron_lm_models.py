@@ -56,7 +56,7 @@ def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(fami
         model = model_of(family, encoder, monkeypatch)
         theirs = row_parity.forward(model, row.to_bridge(), with_labels=True)
         batch = get_batch(iter([row]), whole_row=True)
-        ours = vlm._call_by_name(model, batch)
+        ours = vlm.called_by_name(model, batch)
         ours = ours[0] if isinstance(ours, tuple) else ours
         assert {name: each.dtype for name, each in batch.model_inputs.items()} == dict.fromkeys(
             [field.name for field in encoder.token_fields], torch.int64
@@ -65,7 +65,7 @@ def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(fami
         last = encoder.token_fields[-1].name
         silent = replace(batch, model_inputs={**batch.model_inputs, last: torch.zeros_like(row.tokens)})
         if family == "ernie4_5_vl":
-            without = vlm._call_by_name(model, silent)
+            without = vlm.called_by_name(model, silent)
             without = without[0] if isinstance(without, tuple) else without
             assert float((ours - without).abs().max()) > 1e-3
     real = ~row.padding_mask
@@ -131,7 +131,7 @@ def test_the_experts_of_a_vision_model_get_the_padding_of_the_row(monkeypatch):
         model = model_of("glm4v", encoder, monkeypatch)
         for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
             router.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
-        vlm._call_by_name(model, get_batch(iter([row]), whole_row=True))
+        vlm.called_by_name(model, get_batch(iter([row]), whole_row=True))
     assert row.padding_mask.any()
     assert seen
     assert all(torch.equal(mask.reshape(1, -1), row.padding_mask) for mask in seen)

@@ -241,9 +241,10 @@ def test_metrics_count_the_training_packs_of_every_replica_over_a_kill_and_reach
             if value.tag.startswith("packing/"):
                 found.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
     expected = figures(newest)
-    assert len(expected) == 14
+    assert len(expected) == 17
     for name, value in expected.items():
         assert found[f"packing/{name}"][-1][1] == pytest.approx(value, rel=1e-6), name
+    assert min(value for _, value in found["packing/tflops_per_device"]) > 0
     assert [count for _, count in found["packing/ranks"]] == [2.0] * len(found["packing/ranks"])
     assert {step for points in found.values() for step, _ in points} <= {6, 7, 8}
 

@@ -21,10 +21,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.bridge_cpu.samples import Samples
 from support.p2p_cut import infers_padding
 from torch.nn import functional
 
 from energon_packing import thd
+from energon_packing.energon.samples import Pack
 from energon_packing.errors import PackingError
 from energon_packing.thd.assembly import hides_padding
 
@@ -45,6 +47,7 @@ def bridge():
             vlm_step=importlib.import_module("megatron.bridge.training.vlm_step"),
             visual=importlib.import_module("megatron.bridge.training.utils.visual_inputs"),
             config=importlib.import_module("megatron.bridge.training.config"),
+            flops=importlib.import_module("megatron.bridge.training.utils.flop_utils"),
             qwen3_vl=importlib.import_module("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"),
         )
     finally:
@@ -471,3 +474,61 @@ def test_each_ranks_slice_is_the_one_of_transformer_engine(
             ours = (part.tokens, part.labels, part.position_ids if axes == 1 else part.position_ids[:, 0])
             for mine, other in zip(ours, theirs, strict=True):
                 assert torch.equal(mine, other)
+
+
+VISION = {"depth": 3, "hidden_size": 8, "intermediate_size": 16, "spatial_merge_size": 2, "out_hidden_size": 10}
+TEXT = {"num_layers": 2, "hidden_size": 10, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 3}
+TEXT |= {"ffn_hidden_size": 20, "gated_linear_unit": True, "vocab_size": 128, "make_vocab_size_divisible_by": 128}
+TEXT |= {"tensor_model_parallel_size": 1, "multi_latent_attention": False, "seq_length": 64}
+TEXT |= dict.fromkeys(("num_moe_experts", "mtp_num_layers", "moe_ffn_hidden_size"))
+TEXT |= {"moe_shared_expert_intermediate_size": None}
+
+
+def multiplied(segments: list[int], images: list[int]) -> int:
+    """FLOPs of the matrices of a step on one row, by their shapes; two per multiplication, and twice as many again for
+    the gradients. A causal half of the scores is computed, and an image has so many patches."""
+    shapes: list[tuple[float, int, int]] = []
+    for n in segments:
+        shapes += 2 * [(n, 10, 12 + 6 + 6), (n, 12, 10), (n, 12, n / 2), (n, n / 2, 12), (n, 10, 2 * 20), (n, 20, 10)]
+        shapes += [(n, 10, 128)]
+    for p in images:
+        shapes += 3 * [(p, 8, 3 * 8), (p, 8, 8), (p, 8, p), (p, p, 8), (p, 8, 16), (p, 16, 8)]
+        shapes += [(p // 4, 32, 32), (p // 4, 32, 10)]
+    return round(3 * 2 * sum(rows * inner * columns for rows, inner, columns in shapes))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "width", "segments", "images", "by_hand", "bridges"),
+    [
+        (["text 9", "text 5", "text 3"], None, [9, 5, 3], [], 342_960, 1),
+        (["text 9", "text 5", "text 3"], 64, [9, 5, 3], [], 342_960, 4.303),
+        (["image 1 4 6", "image 1 2 4"], None, [23, 19], [24, 8], 1_478_304, 1.0748),
+        (["text 9", "image 1 4 4", "video 3 4 4"], 96, [9, 21, 29], [16] * 4, 2_342_832, 1.729),
+    ],
+)
+def test_flops_of_a_row_are_those_of_its_segments_and_images(
+    bridge, monkeypatch, drawn, width, segments, images, by_hand, bridges
+):
+    """Bridge's own number is that of a row without padding and with one image; else it is larger."""
+    from energon_packing.bridge.metrics import throughput
+    from energon_packing.energon.metrics import work_of
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = SimpleNamespace(model=SimpleNamespace(**TEXT, vision_config=SimpleNamespace(**VISION)))
+    samples = Samples("qwen2_5_vl")
+    kinds = [(kind, list(map(int, grid))) for kind, *grid in map(str.split, drawn)]
+    rows = [samples.draw(kind, *grid) if kind == "text" else samples.draw(kind, tuple(grid)) for kind, grid in kinds]
+    batch = thd.assemble(rows, multiple=1 if width is None else 4, width=width)
+    assert list(batch.sample_lengths) == segments
+    marks = {"__key__": "", "__restore_key__": (), "__subflavors__": {}, "__sources__": ()}
+    work = work_of(Pack(**marks, batch=batch, keys=tuple(drawn)))
+    ours = throughput(config, work)["tflops_per_device"] * 1e12
+    assert ours == pytest.approx(by_hand)
+    assert multiplied(segments, images) == by_hand
+    state, flops = SimpleNamespace(), bridge.flops
+    patches = sum(int(grid.prod(-1).sum()) for name, grid in (batch.visual_inputs or {}).items() if "grid_thw" in name)
+    unpadded = {"cu_seqlens": batch.boundaries, "cu_seqlens_unpadded": batch.cu_seqlens}
+    flops.accumulate_flops_metadata(state, batch.tokens, vp_stage=None, num_vision_patches=patches or None, **unpadded)
+    total, squared, patches, *_ = flops.resolve_global_flops_runtime_stats(state, data_parallel_size=1)
+    told = flops.num_floating_point_operations(config, 1, total, squared, patches)
+    assert told / ours == pytest.approx(bridges, rel=2e-4)

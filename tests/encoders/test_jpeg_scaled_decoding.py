@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from support.media_files import encoded, picture, turned_by_exif
+from support.media_files import encoded, image_info, picture, turned_by_exif
 from support.offline_processors import processor_of
 
 from energon_packing.config import EncoderConfig
@@ -17,7 +17,6 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.media.image import decode_image, decode_scaled_image
-from energon_packing.media.probe import image_info
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "ernie4_5_vl")
 PIXELS = 60_000

@@ -4,7 +4,6 @@ import unicodedata
 from functools import cache
 from itertools import groupby
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from energon_packing.encoders.tokenized import (
     SpecialTexts,
     TextTokenizer,
     TokenizedText,
-    any_of,
     byte_lengths,
     use_one_thread,
 )
@@ -146,12 +144,6 @@ def test_threads_of_the_tokenizers_library_are_never_started(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     use_one_thread()  # the user has said otherwise
     assert not isinstance(made("a b", add_special_tokens=False), ByteText)
-
-
-@given(ids=st.lists(st.integers(0, 9)), wanted=st.lists(st.integers(0, 9), max_size=4))
-def test_a_few_ids_are_found_as_numpy_finds_them(ids, wanted):
-    row = np.array(ids, dtype=np.int32)
-    assert any_of(row, wanted).tolist() == np.isin(row, wanted).tolist()
 
 
 @cache

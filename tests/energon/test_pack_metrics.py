@@ -1,5 +1,6 @@
 """Lines of a rank against its packs: every token is counted once, under what its row's tensors show it to be."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from made_data import chats, converted
 
 from energon_packing import thd
-from energon_packing.config import MetricsConfig
+from energon_packing.config import DataConfig, EncoderConfig, MetricsConfig, PackingConfig, RunConfig
+from energon_packing.demo import processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.energon import metrics as metrics_module
 from energon_packing.energon import metrics as metrics_report
-from energon_packing.energon.metrics import MetricsLog, PackMetrics, watched
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.metrics import MetricsLog, PackMetrics, PackSums, watched
 from energon_packing.energon.samples import Pack
 
 CAPACITY = 96
@@ -34,6 +38,8 @@ def made_pack(draw: random.Random, *, padding: bool = False) -> Pack[Any]:
         ids = torch.arange(1, length + 1)
         nothing = torch.full((length,), -100)
         rows.append({"input_ids": ids, "labels": nothing, "loss_mask": torch.zeros(length), "position_ids": ids - 1})
+    trains = slice(0, draw.randint(1, lengths[0] - 1))
+    rows[0]["labels"][trains], rows[0]["loss_mask"][trains] = 7, draw.choice((0.25, 1.0))
     batch = thd.assemble(rows, multiple=multiple, width=draw.choice((None, CAPACITY)))
     keys = tuple(f"k{draw.random()}" for _ in lengths)
     dropped = tuple(
@@ -48,6 +54,7 @@ def made_pack(draw: random.Random, *, padding: bool = False) -> Pack[Any]:
         cost=sum(length**2 for length in lengths),
         occupied=sum(-(-length // multiple) * multiple for length in lengths),
         delays=tuple(draw.randint(0, 300) for _ in lengths),
+        read=Counter({("chats", "text"): draw.randint(0, 300), ("photos", "image"): draw.randint(0, 9)}),
         held=draw.randint(1, 256),
         padding=padding,
     )
@@ -79,6 +86,18 @@ def counted(packs: list[Pack[Any]]) -> dict[str, Any]:
     }
 
 
+def trained(packs: list[Pack[Any]]) -> dict[str, int]:
+    """What steps train on in packs, from the tensors of their rows; texts have no patches."""
+    segments = [[int(n) for n in pack.batch.cu_seqlens.diff()][: len(pack.delays)] for pack in packs]
+    return {
+        "samples": sum(len(pack.keys) for pack in packs),
+        "segments": sum(map(len, segments)),
+        "tokens": sum(int((~pack.batch.padding_mask).sum()) for pack in packs),
+        "targets": sum(int((pack.batch.loss_mask != 0).sum()) for pack in packs),
+        "squares": sum(n * n for row in segments for n in row),
+    }
+
+
 def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
 
@@ -103,12 +122,17 @@ def test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest(tmp_pa
             full = [pack for pack in own if not pack.padding]
             expected = counted(full)
             assert {name: sums[name] for name in expected} == expected
+            assert sums["read"] == sum(sum(pack.read.values()) for pack in own)
             assert sums["padding_packs"] == len(own) - len(full)
             reasons = Counter(entry.reason for pack in own for entry in pack.dropped)
             assert sums["dropped"] == reasons
             tokens = [sums[name] for name in ("real", "alignment", "tail", "unused")]
             assert sum(tokens) == CAPACITY * len(full)
             assert 0 <= sums["waited"] <= sums["seconds"]
+        # The step of a pack ends where the next one is taken, so that of the last pack is in no line.
+        assert Counter(line["total"]["done"]) == Counter(
+            trained([pack for pack in packs[: at - 1] if not pack.padding])
+        )
         steps = [part[start : start + per_step] for start in range(0, len(part), per_step)]
         whole = [step for step in steps if len(step) == per_step]
         assert [cost for _, cost in line["steps"]] == [sum(pack.cost for pack in step) for step in whole]
@@ -135,8 +159,36 @@ def test_waiting_is_the_time_in_the_reader_but_for_the_first_pack(tmp_path, monk
         now[0] += 2.0  # the step
     first, second = lines_of(tmp_path)[1:]
     assert (first["pack"], second["pack"]) == (11, 15)
+    each = trained([made_pack(random.Random(1))])
+    for line, steps, seconds in ((first, 3, 7.5), (second, 4, 10.0)):  # of a clock that the test moves
+        rank = metrics_report.RankLine.of(line)
+        assert rank is not None
+        found = metrics_report.figures([rank, rank])  # two ranks
+        for name in ("samples", "tokens", "targets"):
+            assert found[f"{name}_per_second"] == pytest.approx(2 * steps * each[name] / seconds)
     assert (first["last"]["waited"], first["last"]["seconds"]) == (1.5, 7.5)
     assert (second["last"]["waited"], second["last"]["seconds"]) == (2.0, 10.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*samples read so far")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_share_of_drops_is_that_of_the_data_from_the_first_pack_on(tmp_path, workers):
+    """Every fifth conversation is too long for a row. A pack of 20 is the first when 64 samples wait beside it."""
+    data = converted(tmp_path, chats([300 if number % 5 == 3 else 10 for number in range(400)]))
+    run = RunConfig(
+        data=DataConfig(path=str(data), workers=workers, shuffle_buffer=1),
+        encoder=EncoderConfig(processor=str(processor_path("text"))),
+        packing=PackingConfig(seq_length=256, window=64, drop_budget=1.0),
+        metrics=MetricsConfig(directory=str(tmp_path / "run"), interval=1),
+    )
+    packs = list(itertools.islice(watched(build_loader(run), run.metrics, capacity=256), 30))
+    totals = [PackSums.from_json(line["total"]) for line in lines_of(tmp_path / "run")[1:]]
+    shares = [total.figures()["dropped_share"] for total in totals]
+    assert len(shares) >= 30
+    assert shares == pytest.approx([0.2] * len(shares), abs=0.02)
+    held = totals[29].read - totals[29].samples - totals[29].dropped.total()
+    assert totals[29].samples == sum(len(pack.keys) for pack in packs)
+    assert held == sum({pack.worker: pack.held - len(pack.keys) for pack in packs}.values()), "in the windows"
 
 
 def test_packs_count_when_they_are_taken_and_not_when_they_are_made(tmp_path):
@@ -245,6 +297,38 @@ def test_a_writer_gets_the_figures_of_all_ranks_and_nothing_from_before(tmp_path
     assert {name: value for name, value in found.items() if "dropped/" in name} == {
         f"packing/dropped/{reason}": count for reason, count in reasons.items()
     }
+
+
+def test_what_a_rank_dropped_before_it_only_padded_stays_counted(tmp_path):
+    config, draw, writers = MetricsConfig(directory=str(tmp_path), interval=1), random.Random(9), Writers()
+    packs = [[made_pack(draw), made_pack(draw)], [made_pack(draw), made_pack(draw, padding=True)]]
+    lost = (DroppedSample(key="d", reason="oversize", detail=""),) * 3
+    # Energon's own loaders do not count what they read.
+    packs = [[dataclasses.replace(pack, read=Counter(), dropped=lost) for pack in own] for own in packs]
+    log = MetricsLog(config)
+    for rank, own in enumerate(packs):
+        list(watched(own, config, capacity=CAPACITY, rank=rank, world_size=2))
+    log.finish(2, writers, writers)
+    ((found, _),) = writers.logged
+    assert (found["packing/dropped"], found["packing/ranks"]) == (12, 1)
+    assert "packing/dropped_share_total" not in found, "nobody knows of how many"
+    (line,) = lines_of(tmp_path, 0)[-1:]
+    assert line["figures"]["fill"] == pytest.approx(counted(packs[0])["real"] / CAPACITY / 2, abs=1e-4)
+
+
+def test_formulas_that_do_not_know_a_model_cost_one_warning_and_no_other_figure(tmp_path):
+    config = MetricsConfig(directory=str(tmp_path), interval=1)
+    log = MetricsLog(config, lambda rates: {"tflops_per_device": rates["nothing"]})
+    used, writers = watched([made_pack(random.Random(seed)) for seed in range(4)], config, capacity=CAPACITY), Writers()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(1, 4):
+            next(used)
+            log.post(step, writers, None)
+            settle(log)
+        log.finish(4, writers, None)
+    assert ["lack TFLOP/s: KeyError: 'nothing'" in str(each.message) for each in told] == [True]
+    assert {"packing/fill", "packing/tokens_per_second"} <= {name for name, _, _ in writers.scalars}
 
 
 def test_a_writer_that_raises_is_one_warning(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.media_files import probe_video
 from support.offline_processors import processor_of
 from test_families import MODELS, positions_of
 from transformers.video_utils import load_video
@@ -28,7 +29,6 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.errors import SampleRejected
 from energon_packing.families.geometry import set_pixel_limits
 from energon_packing.families.qwen_vl import truncates_seconds
-from energon_packing.media.probe import probe_video
 
 RATES = tuple(
     Fraction(rate)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.media_files import clip_of, turned_by_container
+from support.media_files import clip_of, probe_video, turned_by_container
 from support.offline_processors import processor_of
 from test_frame_lists import about, by_the_processor
 from test_times_from_files import CONTAINERS, LONGEST, RATES, write_clip
@@ -31,7 +31,7 @@ from energon_packing.encoders.decoding import decode_media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.geometry import shown_frames
 from energon_packing.media import probe
-from energon_packing.media.probe import media_file, probe_video
+from energon_packing.media.probe import media_file
 from energon_packing.thd import finished_row
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "glm4v", "ernie4_5_vl")

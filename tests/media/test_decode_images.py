@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageOps
-from support.media_files import png_of
+from support.media_files import image_info, png_of
 from transformers.image_utils import load_image
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import image_info
 
 LIMIT = 10**8
 SRGB = ImageCms.createProfile("sRGB")

@@ -10,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.media_files import film_after_cover, noise_clip, sound, turned_by_container
+from support.media_files import film_after_cover, noise_clip, probe_video, sound, turned_by_container
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.probe import probe_video
 from energon_packing.media.video import decode_frames
 
 LIMIT = 10**7

@@ -5,14 +5,13 @@ import io
 import pytest
 import torch
 from PIL import Image
-from support.media_files import noise_clip, png_of
+from support.media_files import noise_clip, png_of, probe_video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import SampleRejected
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import probe_video
 from energon_packing.media.video import decode_frame_files, decode_frames
 
 

@@ -9,10 +9,10 @@ from deep_files import pfm, pgm, png, ppm, tiff
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from support.media_files import image_info
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import image_info
 
 LIMIT = 10**6
 

@@ -5,9 +5,9 @@ import io
 import numpy as np
 import pytest
 from PIL import Image, TiffImagePlugin, features
+from support.media_files import image_info
 
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import image_info
 
 WIDTH, HEIGHT = 48, 32
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
+from support.media_files import image_info
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media import image as jpeg
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import image_info, jpeg_info
+from energon_packing.media.probe import jpeg_info
 
 
 def by_pillow(data: bytes) -> np.ndarray:
@@ -28,7 +29,7 @@ def files(draw, *, damage=False):
     shape = (height, width) if mode == "L" else (height, width, len(mode))
     pixels = random.integers(0, 256, shape, dtype=np.uint8)
     exif = Image.Exif()
-    exif[jpeg.ORIENTATION] = draw(st.integers(1, 8))
+    exif[ExifTags.Base.Orientation] = draw(st.integers(1, 8))
     settings = {"subsampling": draw(st.integers(0, 2))} if mode == "RGB" else {}
     if draw(st.booleans()):
         settings["exif"] = exif

@@ -5,10 +5,9 @@ import warnings
 
 import pytest
 from PIL import Image
-from support.media_files import png_of
+from support.media_files import image_info, png_of
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.probe import image_info
 
 
 def encoded(image: Image.Image, form: str = "JPEG", **options: object) -> bytes:

@@ -8,10 +8,9 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from support.media_files import noise_clip
+from support.media_files import noise_clip, probe_video
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.probe import probe_video
 
 SHARED = Path(__file__).parents[3] / "shared/data/llamafactory_demo/mllm_demo_data"
 

@@ -527,8 +527,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/probe.py",
-                "            if is_machines(error):\n                raise\n            # Pillow's",
-                "            # Pillow's",
+                "        if isinstance(error, SampleRejected) or is_machines(error):\n",
+                "        if isinstance(error, SampleRejected):\n",
             ),
         ),
     ),
@@ -538,7 +538,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/cli/test_first_hour.py::"
         "test_a_video_without_pyav_is_a_sentence_with_the_extra_and_no_damaged_file[0]",
         oracle="the definition",
-        edits=(("media/probe.py", "    av = pyav()\n    with _opened", "    import av\n\n    with _opened"),),
+        edits=(("media/probe.py", "    av = pyav()\n    try:", "    import av\n\n    try:"),),
     ),
     Mutation(
         trap=110,

@@ -163,7 +163,13 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/conformance/test_packed_forward_step.py::"
         "test_a_dense_model_trains_exactly_as_with_bridges_own_step_which_says_its_kernel_once[text-chosen1-said1]",
         oracle="the definition",
-        edits=(("bridge/step.py", "@functools.cache\n", ""),),
+        edits=(
+            (
+                "bridge/step.py",
+                "functools.cache(logging.getLogger(__name__).info)",
+                "functools.lru_cache(maxsize=0)(logging.getLogger(__name__).info)",
+            ),
+        ),
         needs_bridge=True,
     ),
     Mutation(

@@ -22,9 +22,10 @@ from support.made_index import made_index, row
 from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline import planner
+from energon_packing.offline.data_paths import INDEX_FILE
 from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.files import METADATA
-from energon_packing.offline.index import INDEX_FILE, differing_lengths
+from energon_packing.offline.index import differing_lengths
 from energon_packing.offline.pack import PackConfig, shard_firsts
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, drops_path

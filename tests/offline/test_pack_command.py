@@ -317,7 +317,8 @@ def changed(directory, number, change):
     shard = ShardFile(path)
     records = [StoredPack.from_bytes(shard.record(at)) for at in range(shard.packs)]
     path.unlink()
-    with ShardWriter(path) as writer:
+    with path.open("wb") as file:
+        writer = ShardWriter(file)
         for at, record in enumerate(records):
             writer.add((change(record) if at == 1 else record).to_bytes())
         writer.finish(shard.facts)

@@ -32,6 +32,7 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.verify import VerifyConfig, first_difference, verify
+from energon_packing.report.sample_story import story_in_plan
 
 WAYS = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 SMALL = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
@@ -238,6 +239,11 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(dataset, ru
     lines = [json.loads(line) for line in (tmp_path / "pixels" / "drops.jsonl").read_text().splitlines()]
     assert lines[0] == {"plan": plan.facts.id}
     assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
+    for made in plan.packs(0, len(plan)):
+        for each in made.samples:
+            stored = [it for it in story_in_plan(each.name, tmp_path / "pixels") if it.stage == "stored"]
+            assert {it.outcome for it in stored} == {"dropped" if each.name in dict(dropped) else "ok"}
+            assert all(f"pack {made.number} in shard-0" in it.text for it in stored)
 
 
 def test_packing_that_drops_more_than_the_budget_stops_however_few_the_samples_are(dataset, run_of, tmp_path):

@@ -263,7 +263,8 @@ import numpy as np
 from energon_packing.offline.shards import ShardFile, ShardWriter, from_bytes, to_bytes
 
 path, pixels = Path(sys.argv[1]), np.arange(2 << 20)
-with ShardWriter(path) as writer:
+with path.open("wb") as file:
+    writer = ShardWriter(file)
     writer.add(to_bytes({}, {"pixels": pixels}))
     writer.finish({"packs": 1})
 record = ShardFile(path).record(0)

@@ -75,7 +75,7 @@ def test_padding_is_told_apart_by_its_cause() -> None:
 def test_delay_counts_the_samples_that_came_in_between() -> None:
     # Sample 0 leaves with 3, so three came after it; 1 and 2 leave next, nothing newer has come than 3.
     figures = PackStatistics.of([[0, 3], [1, 2]], [1, 1, 1, 1], 2)
-    assert (figures.delay_max, figures.delay_p50, figures.held) == (3, 1.5, 4)
+    assert (figures.delay_max, figures.held) == (3, 4)
     in_order = PackStatistics.of([[0, 1], [2, 3]], [1, 1, 1, 1], 2)
     assert (in_order.delay_max, in_order.held) == (1, 2)
 
@@ -85,7 +85,6 @@ def test_a_window_holds_no_more_than_it_says() -> None:
     figures = PackStatistics.of(pack_lengths(lengths, 2048, "window", window=64), lengths, 2048)
     assert figures.held <= 64
     assert figures.samples == 3000
-    assert figures.to_json()["packs"] == figures.packs
 
 
 def test_nothing_packed_has_figures_too() -> None:

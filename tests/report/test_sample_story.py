@@ -1,6 +1,7 @@
 """`explain` says of a sample what the loader did with it, and names the setting that decided."""
 
 import json
+import tarfile
 
 import pytest
 from click.testing import CliRunner
@@ -126,6 +127,67 @@ def test_rejects_other_splits_and_unknown_keys_are_told(dataset, run, tmp_path):
     assert (story["source"].outcome, story["source"].setting) == ("dropped", "data.split")
 
 
+@pytest.fixture(scope="module")
+def blend(demo_data, tmp_path_factory):
+    """Train is a blend of two data sets with the same keys, and val a third one with them."""
+    a, b, c = (demo_data(20, seed=seed) for seed in (5, 6, 7))
+    splits = {"train": {"blend_epochized": [{"path": str(a / "dataset.yaml")}, {"path": str(b / "dataset.yaml")}]}}
+    splits["val"] = {"path": str(c / "dataset.yaml")}
+    splits["val"]["split_part"] = "train"
+    path = tmp_path_factory.mktemp("blend") / "blend.yaml"
+    words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    path.write_text(json.dumps({**words, "splits": splits}))
+    keys = []
+    for root in (a, b, c):
+        keys.append(set())
+        for file in root.rglob("*.tar"):
+            with tarfile.open(file) as tar:
+                keys[-1] |= {name.removesuffix(".json") for name in tar.getnames() if name.endswith(".json")}
+    return path, set.intersection(*keys)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_all_copies_of_a_key_in_the_split_of_the_run_are_told_first_and_described(blend, split):
+    blend, in_all = blend
+    config = load_config(None, [*SETTINGS, "packing.seq_length=4096", f"data.path={blend}", f"data.split={split}"])
+    lengths = {}
+    for pack in build_loader(config):
+        for key, length in zip(pack.batch.sample_keys, pack.batch.sample_lengths, strict=True):
+            lengths.setdefault(key, []).append(f"{length:,} tokens")
+    copies = 2 if split == "train" else 1
+    keys = sorted(key for key in in_all if len(lengths.get(key, ())) == copies)
+    assert len(keys) > 3
+    for key in keys[:4]:
+        events = story_in_dataset(key, str(blend), config)
+        told = [event.text.partition(" tokens")[0] + " tokens" for event in events if event.stage == "measure"]
+        assert sorted(told) == sorted(lengths[key])
+        sources = [event.outcome for event in events if event.stage == "source"]
+        assert sources == ["ok"] * copies + ["dropped"] * (3 - copies)
+
+
+def test_the_fate_of_each_piece_is_that_of_the_loader(dataset, tmp_path):
+    sets = [*SETTINGS, "packing.oversize=split", f"data.path={dataset}", f"packing.ledger={tmp_path}"]
+    config = load_config(None, sets)
+    packs = list(build_loader(config))
+    dropped = {entry.key for pack in packs for entry in pack.dropped if "#" in entry.key}
+    trained = {key for pack in packs for key in pack.keys if "#" in key}
+    assert dropped
+    for key in {name.partition("#")[0] for name in dropped}:
+        events = story_in_dataset(key, str(dataset), config)
+        for name in [each for each in dropped | trained if each.startswith(f"{key}#")]:
+            own = [
+                event
+                for event in events
+                if event.text.startswith(f"{name}: ") and event.stage not in ("pack", "ledger")
+            ]
+            assert sum(event.outcome == "dropped" for event in own) == (name in dropped)
+            assert any(event.stage == "window" for event in own) == (name in trained)
+            (alone,) = {event.text.partition(": ")[0] for event in own}
+            assert [event for event in story_in_dataset(name, str(dataset), config) if event in own] == own
+            assert alone == name
+    assert "no piece of it is" in str(story_in_dataset(f"{key}#99", str(dataset), config))
+
+
 def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path, monkeypatch):
     from energon_packing.offline.measure import MeasureConfig, measure
     from energon_packing.offline.plan import Plan
@@ -140,6 +202,12 @@ def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path,
     found = CliRunner().invoke(cli, ["explain", sample.key, str(plan), "--json"])
     assert "pack 1 of epoch 0, place 0" in json.loads(found.stdout)["events"][0]["text"]
     dropped = next(entry.key for pack in packs for entry in pack.dropped if entry.reason == "oversize")
+    lengths = {key: length for pack in packs for key, length in zip(pack.keys, pack.batch.sample_lengths, strict=True)}
+    for key, outcome in ((sample.key, f"{lengths[sample.key]:,} length, "), (dropped, " length, ")):
+        found = CliRunner().invoke(cli, ["explain", key, str(tmp_path / "index"), "--json"])
+        source, measured = json.loads(found.stdout)["events"]
+        assert (source["outcome"], measured["outcome"]) == ("ok", "ok")
+        assert outcome in measured["text"]
     found = CliRunner().invoke(cli, ["explain", dropped, str(plan)])
     assert found.exit_code == 0, found.output
     assert "setting: packing.seq_length" in found.output

@@ -1,5 +1,6 @@
 """Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,13 +16,18 @@ from pages import check_closed
 from support.made_index import drawn_rows, made_index, row
 
 from energon_packing.cli.main import cli
-from energon_packing.config import RunConfig, TrainingConfig, load_config
+from energon_packing.config import PackingConfig, RunConfig, TrainingConfig, load_config
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
+from energon_packing.errors import UserError
 from energon_packing.offline import measure
 from energon_packing.offline.index import Index
-from energon_packing.offline.plan import Plan
-from energon_packing.report.stats import packings, statistics, stats_report
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.packs import SampleRemeasurer
+from energon_packing.offline.planner import make_plan
+from energon_packing.packing import pack_stream
+from energon_packing.report.sample_story import source_key
+from energon_packing.report.stats import packings, recommendation, statistics, stats_report
 from energon_packing.report.stats_page import bin_name, number, share
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index
 
@@ -59,6 +65,12 @@ def result(*arguments):
     return json.loads(found.stdout)
 
 
+def result_of_mistake(*arguments):
+    found = stats(*arguments)
+    assert found.exit_code == 2, found.output
+    return found.output
+
+
 def test_every_figure_is_that_of_the_rows(rows, samples):
     found = statistics(samples)
     kept = [each for part in rows.values() for each in part if each["reason"] is None]
@@ -76,7 +88,7 @@ def test_every_figure_is_that_of_the_rows(rows, samples):
         own = found["quantities"][name]
         assert own["mean"] == pytest.approx(plain.fmean(values))
         assert own["p50"] == pytest.approx(plain.median(values))
-        assert (own["smallest"], own["largest"]) == (min(values), max(values))
+        assert own["largest"] == max(values)
         assert (own["sum"], own["sum_error"]) == (pytest.approx(sum(values)), 0)
         for each in own["histogram"]:
             assert each["samples"] == sum(
@@ -93,33 +105,101 @@ def test_every_figure_is_that_of_the_rows(rows, samples):
 
 
 def test_rows_hold_the_tokens_that_they_are_said_to_hold(samples):
-    run = RunConfig(training=TrainingConfig(global_batch_size=4))
-    tokens, seen = samples.tokens, 0
-    for found in packings(samples, run, seq_lengths=(512, 1024), multiples=(1, 16), windows=(16, 64)):
-        seen += 1
-        fits = tokens + (samples.columns["second"] > 0) <= found["seq_length"]
-        room = found["packs"] * found["seq_length"]
-        assert found["fill"] * room == pytest.approx(tokens[fits].sum(), rel=0.02)
+    """Beside the run's own rows; compared with the packs that the online packer makes of many epochs."""
+    run = RunConfig(packing=PackingConfig(seq_length=512, window=64), training=TrainingConfig(global_batch_size=4))
+    tokens, seen = samples.tokens, []
+    for found in packings(samples, run, seq_lengths=(512, 1024), multiples=(1, 16), windows=(16,)):
+        row, multiple = found["seq_length"], found["multiple"]
+        seen.append((row, multiple, found["window"]))
         assert found["fill"] + found["alignment"] + found["tail"] == pytest.approx(1)
-        assert (found["alignment"] == 0) == (found["multiple"] == 1)
-        assert found["lost"] == pytest.approx(found["oversize"] and 1 - found["fill"] * room / tokens.sum(), abs=1e-3)
-        assert found["steps"] == found["packs"] // 4
-    assert seen == 2 * 2 * 3
+        assert (found["alignment"] == 0) == (multiple == 1)
+        assert found["steps"] == found["packs"] / 4
+        first, second = samples.columns["length"], samples.columns["second"]
+        aligned = (-(-first // multiple) - (-second // multiple)) * multiple
+        kept = np.flatnonzero(aligned <= row)
+        assert found["too_long"] == tokens.size - kept.size
+        assert found["lost"] == pytest.approx(1 - tokens[kept].sum() / tokens.sum())
+        room = found["packs"] * row
+        assert found["fill"] * room == pytest.approx(tokens[kept].sum(), rel=0.02)
+        if found["window"] is not None:
+            random = np.random.default_rng(3)
+            stream = [int(at) for _ in range(40) for at in random.permutation(kept)]
+            packs = list(pack_stream(stream, row, length=lambda at, of=aligned: int(of[at]), window=found["window"]))[
+                200:-200
+            ]
+            true = sum(tokens[pack].sum() for pack in packs) / (len(packs) * row)
+            assert found["fill"] == pytest.approx(true, abs=2 * found["fill_error"] + 1e-3)
+    assert seen[0] == (512, 1, 64), "the run's own configuration is the first line"
+    assert len(seen) == 2 * 2 * 3
 
 
-def test_a_plan_in_the_table_has_the_packs_of_the_command(index, tmp_path):
-    out = tmp_path / "plan.parquet"
-    settings = ("--set", "packing.seq_length=1024", "--set", "packing.drop_budget=1.0", "--set", "packing.pairs=both")
-    done = CliRunner().invoke(cli, ["plan", str(index), "--out", str(out), *settings])
-    assert done.exit_code == 0, done.output
-    facts = Plan.open(out).facts
-    shown = result(out, "--seq-length", 1024)
-    assert shown["plan"]["packs"] == facts.packs
-    assert shown["plan"]["fill"] == pytest.approx(facts.summary["fill"], abs=1e-5)
-    assert {each["reason"]: each["samples"] for each in shown["drops"]} == dict(facts.drops)
-    assert set(shown["quantities"]) == {"tokens"}
-    anew = next(each for each in shown["packing"] if each["window"] is None)
-    assert anew["packs"] == pytest.approx(facts.packs, abs=1)
+@pytest.mark.parametrize(
+    ("oversize", "limits"),
+    [("drop", ["packing.max_images_per_pack=1"]), ("truncate", []), ("split", [])],
+    ids=["images", "truncate", "split"],
+)
+def test_a_run_makes_the_packs_that_are_foretold(dataset, tmp_path, oversize, limits):
+    """Rows so short that many samples are longer; an epoch that ends, of one rank without workers."""
+    sets = ["packing.seq_length=512", "packing.window=8", "packing.drop_budget=1", "data.workers=0", *limits]
+    sets += [f"encoder.processor={processor_path('qwen2_5_vl')}", f"packing.oversize={oversize}", "data.repeat=false"]
+    report = result(dataset, *(word for each in sets for word in ("--set", each)), "--full", "--workers", 0)
+    own, all_tokens = report["packing"][0], report["quantities"]["tokens"]["sum"]
+    run = load_config(None, [*sets, f"data.path={dataset}", f"packing.ledger={tmp_path / 'ledger'}"])
+    packs = [pack.batch for pack in build_loader(run)]
+    kept = sum(sum(batch.sample_lengths) for batch in packs)
+    assert own["lost"] == pytest.approx(1 - kept / all_tokens, abs=1e-6)
+    assert abs(own["packs"] + own["end_packs"] - len(packs)) <= 2 * own["end_packs_error"] + 2
+    reasons = "\n".join(report["recommendation"]["reasons"])
+    assert ("packing.oversize=split:" in reasons) == (oversize != "split"), reasons
+    entries = [json.loads(line) for file in (tmp_path / "ledger").iterdir() for line in file.open()]
+    dropped = Counter(entry["reason"] for entry in entries if "dropped" in entry)
+    assert own["dropped"] == dropped.total(), dropped
+    if oversize == "drop":
+        assert (own["too_long"], own["over_limit"]) == (dropped["oversize"], dropped["over_limit"])
+
+
+@pytest.mark.parametrize("oversize", ["drop", "split"])
+def test_a_plan_of_three_epochs_tells_the_samples_drops_and_steps_that_a_run_of_it_has(dataset, tmp_path, oversize):
+    """The run is the oracle, and of drops the sentence with which the planner refuses them."""
+    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "packing.seq_length=600", "plan.epochs=3"]
+    sets += [f"packing.oversize={oversize}", "data.repeat=false", "data.workers=0", "training.global_batch_size=4"]
+    run = load_config(None, [*sets, "packing.drop_budget=1.0"])
+    plan, index = tmp_path / "plan.parquet", tmp_path / "index"
+    measure.measure(measure.MeasureConfig(paths=(dataset,), out=index, workers=0), run)
+    make_plan([index], run, plan, remeasure=SampleRemeasurer(None, [index], run=run))
+    packs = list(open_loader(load_config(None, [*sets, f"data.path={plan}"])))
+    lengths = [length for pack in packs for length in pack.batch.sample_lengths]
+    keys = [key for pack in packs for key in pack.keys]
+    trained = {source_key(key) for key in keys}
+    _, *drops = map(json.loads, plan.with_name("plan.drops.jsonl").read_text().splitlines())
+    lost = {source_key(drop["dropped"]) for drop in drops}
+    assert any("#" in key for key in keys) == (oversize == "split")
+
+    shown = result(plan)
+    assert (shown["samples"], len(trained | lost)) == (40, 40)
+    assert [each["samples"] for each in shown["datasets"]] == [len(trained)]
+    tokens = shown["quantities"]["tokens"]
+    assert (tokens["samples"], 3 * tokens["sum"]) == (len(trained), sum(lengths))
+    assert sum(each["samples"] for each in shown["drops"]) == len(lost)
+    assert all("of the 40 samples planned" in each for each in shown["warnings"])
+    own = shown["plan"]
+    assert (own["rows"], own["packs"], own["steps"]) == (len(keys), len(packs), len(packs) // 4)
+    assert own["fill"] == pytest.approx(sum(lengths) / (600 * len(packs)), abs=1e-6)
+    assert own["fill"] + own["alignment"] + own["tail"] == pytest.approx(1)
+    assert (own["dropped"], own["read"]) == (len(lost), 40)
+    strict = load_config(None, [*sets, "packing.drop_budget=0"])
+    with pytest.raises(UserError, match=f"^{len(lost)} of 40 samples would be dropped"):
+        make_plan([index], strict, plan, force=True, remeasure=SampleRemeasurer(None, [index], run=strict))
+    assert (shown["packing"], shown["recommendation"]["settings"]) == ([], {}), "from what survived, none"
+    assert "on its index" in result_of_mistake(plan, "--seq-length", 1024)
+
+
+def test_drops_of_each_modality_are_those_of_its_rows(tmp_path):
+    bad = [row(0, images=2, reason="bad"), row(0, frames=3, reason="bad"), row(0, turns=0, reason="unread")]
+    rows = [*[row(90)] * 5, *[row(90, images=1)] * 3, *bad, row(0, reason="bad"), row(0, images=1, reason="bad")]
+    found = statistics(samples_of_index(Index.open(made_index(tmp_path / "index", {"a": [rows]})), "index"))
+    groups = {each["name"]: (each["samples"], each["dropped"]) for each in found["modalities"]}
+    assert groups == {"text": (5, 1), "image": (3, 2), "video": (0, 1), "unknown": (0, 1)}
 
 
 def drawn(rows, measured, seed):
@@ -154,18 +234,103 @@ def test_95_of_100_intervals_hold_the_truth():
     assert all(0.89 <= count / 200 <= 0.99 for count in hits.values()), hits
 
 
-def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
+def test_nearly_all_and_all_of_what_was_measured_are_not_all_that_there_are():
+    rows, hits = [*[row(90)] * 2940, *[row(90, images=1)] * 60], 0
+    for seed in range(200):
+        text = statistics(drawn(rows, 100, seed))["modalities"][0]
+        hits += abs(text["share"] - 0.98) <= text["error"] > 0
+    assert hits / 200 >= 0.89
+    part = dataclasses.replace(drawn(rows, 100, 0), datasets=("a", "b"), measured=101, drops=({}, {"bad_record": 1}))
+    own, other = statistics(part)["datasets"]
+    assert 0.9 < own["share"] <= 1 < own["share"] + own["error"] + 0.01
+    errors = [value for name, value in other.items() if "error" in name]
+    assert all(0 <= error <= 1 for error in errors), "of a data set of which no sample could be used"
+
+
+def test_means_of_a_handful_hold_the_truth_and_one_sample_says_nothing():
+    sizes = np.random.default_rng(5).gamma(4, 60, 200).astype(int) + 20
+    rows, hits = [*[row(90)] * 2800, *[row(int(size), images=1) for size in sizes]], 0
+    for seed in range(200):
+        image = statistics(drawn(rows, 100, seed))["modalities"][1]
+        hits += abs(image["mean_tokens"] - sizes.mean()) <= image["mean_tokens_error"]
+    assert hits / 200 >= 0.9, "of seven images"
+    single = statistics(drawn([row(90)] * 10 + [row(500, images=1)], 10, 0))["modalities"][1]
+    assert single["mean_tokens_error"] > 100
+
+
+def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():
     long = drawn([row(256)] * 900 + [row(3072)] * 100, 1000, 0)
-    found = stats_report(long, RunConfig(), seq_lengths=(1024, 4096, 8192), windows=(16, 256))
-    assert found["recommendation"]["settings"]["packing.seq_length"] == 4096
-    found = stats_report(long, RunConfig(), seq_lengths=(1024,), windows=(16,))
-    assert found["recommendation"]["settings"]["packing.oversize"] == "split"
-    assert any("oversize=split a run has them too" in reason for reason in found["recommendation"]["reasons"])
-    nothing = stats_report(long, RunConfig(), seq_lengths=(128,))["recommendation"]
+
+    def advice(samples, **packing):
+        run = RunConfig(packing=PackingConfig(**packing))
+        return stats_report(samples, run, seq_lengths=(1024, 4096, 8192), windows=(16, 256))["recommendation"]
+
+    assert advice(long, seq_length=4096)["settings"] == {}, "nothing to change"
+    found = advice(long, seq_length=1024)
+    assert found["settings"] == {"packing.seq_length": 4096}
+    assert not any("oversize=split" in reason for reason in found["reasons"]), "nobody measured what splitting keeps"
+    nothing = stats_report(long, RunConfig(packing=PackingConfig(seq_length=128)))["recommendation"]
     assert nothing["settings"] == {}
     assert "--seq-length" in nothing["reasons"][0]
     many = drawn([row(300)] * 50 + [row(0, reason="bad_record")] * 50, 100, 0)
     assert any("drop_budget" in reason for reason in stats_report(many, RunConfig())["recommendation"]["reasons"])
+    # What limits leave out fits no longer row; what chance makes is no reason; weights decide what a run drops.
+    images = drawn([row(500)] * 270 + [row(500, images=3)] * 30, 300, 0)
+    reasons = stats_report(images, RunConfig(packing=PackingConfig(max_images_per_pack=2)))["recommendation"]["reasons"]
+    assert any("10.00% of the tokens are in no row; limits leave them out." in reason for reason in reasons)
+    blend = stats_report(dataclasses.replace(many, mix=np.array([100.0])), RunConfig())["recommendation"]
+    assert not any("drop_budget" in reason for reason in blend["reasons"])
+    both = drawn([row(500)] * 70 + [row(500, images=3)] * 10 + [row(3000)] * 6, 86, 0)
+    reasons = stats_report(both, RunConfig(packing=PackingConfig(seq_length=2048, max_images_per_pack=2)))
+    assert any("rows of 4096 would lose at most 8.62%" in each for each in reasons["recommendation"]["reasons"])
+    left = RunConfig(packing=PackingConfig(max_images_per_pack=2))
+    for none, cause in ((row(0, reason="bad_record"), "are dropped"), (row(9, images=3), "Limits of a row")):
+        assert cause in stats_report(drawn([none] * 9, 9, 0), left)["recommendation"]["reasons"][0]
+    # Longer rows, 1.6 % fuller: sure if 24 streams agree, chance if they spread by more than that.
+    row_of, noise = next(packings(long, RunConfig())), np.random.default_rng(0).normal(size=(2, 24))
+    for spread, wanted in ((0.0001, {"packing.seq_length": 8192}), (0.02, {})):
+        fills = [fill + spread * each for fill, each in zip((0.95, 0.966), noise, strict=True)]
+        found = [row_of | {"fill": fill.mean(), "fills": fill.tolist(), "part": 0.9, "lost": 0} for fill in fills]
+        found[1]["seq_length"] = 8192
+        assert recommendation(long, RunConfig(), found)["settings"] == wanted
+    # 1,096 tokens and 3,000 fill rows only together, and small windows are soon full of either.
+    pairs = drawn([row(1096), row(3000)] * 400, 800, 0)
+    assert advice(pairs, window=2)["settings"]["packing.window"] == 256
+    # 61 rows and a half: one half-empty row at the end of an epoch is no reason for another window.
+    last = drawn([row(2048)] * 123, 123, 0)
+    found = stats_report(last, RunConfig(packing=PackingConfig(window=256)))
+    assert found["packing"][0]["fill"] == 1
+    assert found["recommendation"]["settings"] == {}
+
+
+@pytest.mark.parametrize("which", ["chats", "half rows with images", "giants"])
+def test_95_of_100_intervals_of_rows_hold_the_truth(which):
+    """Twelve draws; the whole list is packed by the online packer."""
+    random = np.random.default_rng(11)
+    lengths, images, most = np.clip(random.lognormal(6, 1, 8000), 1, 60000).astype(int), np.zeros(8000, int), None
+    if which == "half rows with images":
+        lengths, most = np.clip(random.normal(2200, 500, 8000), 200, 6000).astype(int), 6
+        images = np.where(random.random(8000) < 0.4, random.integers(1, 9, 8000), 0)
+    if which == "giants":  # 1 % of the tokens in 4 of the samples
+        lengths = random.integers(100, 900, 8000)
+        lengths[random.choice(8000, 4, replace=False)] = 12000
+    rows = [row(int(length), images=int(count)) for length, count in zip(lengths, images, strict=True)]
+    run = RunConfig(packing=PackingConfig(seq_length=4096, window=64, max_images_per_pack=most))
+    fits = np.flatnonzero((lengths <= 4096) & (images <= (most or 8)))
+    stream = [int(at) for _ in range(5) for at in random.permutation(fits)]
+    limited = {"images": (lambda at: int(images[at]), most)} if most else None
+    packs = list(pack_stream(stream, 4096, length=lambda at: int(lengths[at]), window=64, constraints=limited))[
+        600:-100
+    ]
+    fill = sum(lengths[pack].sum() for pack in packs) / (len(packs) * 4096)
+    truth = {"fill": fill, "packs": lengths[fits].sum() / fill / 4096}
+    truth |= {"lost": 1 - lengths[fits].sum() / lengths.sum(), "too_long": int((lengths > 4096).sum())}
+    truth["over_limit"] = int(((lengths <= 4096) & (images > (most or 8))).sum())
+    hits = Counter()
+    for seed in range(12):
+        own = next(iter(packings(drawn(rows, 600, seed), run, seed=seed)))
+        hits.update(name for name, true in truth.items() if abs(own[name] - true) <= own[f"{name}_error"])
+    assert min(hits[name] for name in truth) >= 10, hits
 
 
 @pytest.mark.parametrize(
@@ -174,12 +339,13 @@ def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
 )
 def test_one_line_says_whether_packing_helps_these_samples(lengths, verdict, alone):
     found = stats_report(
-        drawn([row(length) for length in lengths], len(lengths), 0), RunConfig(), seq_lengths=(2048,), windows=(256,)
+        drawn([row(length) for length in lengths], len(lengths), 0), RunConfig(packing=PackingConfig(seq_length=2048))
     )
     line = found["recommendation"]["reasons"][0]
-    packed = next(each["fill"] for each in found["packing"] if each["window"])
-    assert line.startswith(f"Packing {verdict}: packed rows are {packed:.1%} full")
-    assert line.endswith(f"and rows of one sample {alone:.1%}.")
+    advised = found["recommendation"]["settings"].get("packing.window", 256)
+    (packed,) = (each["fill"] for each in found["packing"] if each["window"] == advised)
+    assert line.startswith(f"Packing {verdict}: packed rows are {packed:.2%}")
+    assert float(line.rpartition("one sample ")[2].split("%")[0]) / 100 == pytest.approx(alone, abs=2e-3)
     assert plain.fmean(lengths) / 2048 == pytest.approx(alone, abs=5e-4)
 
 
@@ -189,7 +355,7 @@ def test_the_tables_fit_80_columns_and_the_page_is_closed(index, tmp_path, monke
     shown = stats(index, "--html", page, "--seq-length", 1024, "--window", 64)
     assert shown.exit_code == 0, shown.output
     assert max(map(len, shown.output.splitlines())) <= max(80, len(str(page)) + 9)
-    for word in ("305 samples", "packing.seq_length=1024", "bad_record", "1,024"):
+    for word in ("305 samples", "This run: rows of 4,096 tokens", "bad_record", "1,024"):
         assert word in shown.output
     source = page.read_text()
     found = check_closed(source)
@@ -253,7 +419,9 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
     for each, samples, tokens in zip(readers["datasets"], ratio, drawn, strict=True):
         assert each["share"] == pytest.approx(samples / sum(ratio))
         assert each["token_share"] == pytest.approx(tokens / sum(drawn))
-    assert result(path, *options, "--data-parallel", 3, "--samples", 20)["readers"]["all"]["least_tokens"] is None
+    part = result(path, *options, "--data-parallel", 3, "--samples", 20)["readers"]
+    assert part["all"]["least_tokens"] is None
+    assert [each["share"] for each in part["datasets"]] == [each["share"] for each in readers["datasets"]]
     if weights:
         return
     run = load_config(None, [*sets, f"data.path={path}"])
@@ -267,14 +435,16 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
     ("arguments", "sentence"),
     [
         (("nothing",), "There is no nothing"),
-        (("INDEX", "--full"), "--full, --workers, --split, --samples and --data-parallel are for data sets"),
-        (("INDEX", "--data-parallel", "2"), "--data-parallel are for data sets"),
+        (("INDEX", "--full"), "--full, --workers, --split and --samples are for data sets"),
+        (("INDEX", "--set", "packing.oversize=split", "--seq-length", "512"), "which needs a processor"),
         (("DATASET", "--set", "encoder.processor=p", "--full", "--samples", "5"), "--full measures all samples"),
         (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
         (("DATASET",), "--set encoder.processor"),
         (("INDEX", "--capacity", "3"), "`stats` does not take --capacity; leave it out."),
         (("INDEX", "--fill", "--samples", "3"), "`stats --fill` does not take --samples; leave it out."),
+        (("INDEX", "--fill", "--set", "a.b=1"), "`stats --fill` does not take --set; leave it out."),
+        (("DATASET", "--set", "encoder.processor=p", "--set", "data.split=val"), "has no split 'val'; it has 'train'"),
         (("INDEX", "--html", "no/where.html"), "no/where.html cannot be written: there is no directory no."),
     ],
 )
@@ -291,6 +461,8 @@ def test_numbers_and_bins_read_well():
     assert number(200_000, 5000) == "200k ±5k"
     assert number(200_000, 5) == "200k"
     assert [share(value) for value in (0, 0.5, 0.0123, 1)] == ["0.0 %", "50.0 %", "1.2 %", "100.0 %"]
+    assert share(1 / 3000, 0.0019) == "0.033 ±0.190 %"
+    assert [share(0.5, 0.01), share(0, 0.0015)] == ["50.0 \u00b11.0 %", "< 0.15 %"]
     bins = [(0, 1), (1, 2), (2, 4), (512, 1024), (1024, 2048), (1 << 20, 1 << 21)]
     names = [bin_name({"from": low, "below": below}, "tokens") for low, below in bins]
     assert names == ["0", "1", "2-3", "512-1k", "1k-2k", "1M-2M"]

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import EncoderConfig, to_mapping
+from energon_packing.offline.data_paths import INDEX_FILE
 from energon_packing.offline.files import write_table
-from energon_packing.offline.index import INDEX_FILE, SCHEMA, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard
 
 Row = dict[str, Any]
 

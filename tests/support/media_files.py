@@ -7,14 +7,30 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import av
 import numpy as np
 from PIL import Image
 
 from energon_packing.conversation import Media
-from energon_packing.media.probe import image_info, probe_video
+from energon_packing.media import probe
+
+
+def _opened(source: bytes | str | Path) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")
+
+
+def image_info(source: bytes | str | Path, **options: Any) -> probe.ImageInfo:
+    """`probe.image_info` of a file or its bytes."""
+    with _opened(source) as stream:
+        return probe.image_info(stream, **options)
+
+
+def probe_video(source: bytes | str | Path, **options: Any) -> probe.VideoInfo:
+    """`probe.probe_video` of a file or its bytes."""
+    with _opened(source) as stream:
+        return probe.probe_video(stream, **options)
 
 
 def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:

@@ -22,7 +22,7 @@ from energon_packing.wan.config import TextToVideoConfig
 from energon_packing.wan.encoder import TextToVideoEncoder, plan_clip, resize_frames
 from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.pack import WanPack, WanSample, pack_wan
-from energon_packing.wan.record import TextToVideo
+from energon_packing.wan.record import StoredTensor, TextToVideo
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 
@@ -142,6 +142,10 @@ def test_the_ledger_notes_a_clip_with_repeated_frames_and_one_that_becomes_a_sti
     )
     clip = Media(kind="video", name="v.mp4", width=64, height=64, frames=frames, fps=fps, duration=frames / fps)
     assert TextToVideoEncoder(config).measure(TextToVideo(key="v", caption="a ball", video=clip)).changes == changed
+    odd = StoredTensor(name="l.npy", tensor="", shape=(4, 1, 3, 4), dtype="float32")
+    with pytest.raises(SampleRejected, match="does not divide into patches") as wrong:
+        TextToVideoEncoder(config).measure(TextToVideo(key="v", caption="a ball", latents=odd))
+    assert wrong.value.reason == "wrong_shape"
 
 
 @pytest.mark.parametrize(("width", "height"), [(64, 48), (1920, 1080), (30, 20), (48, 32), (200, 500)])

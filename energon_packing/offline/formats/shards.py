@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -120,7 +121,7 @@ class ShardPacker(PackFormat):
         shard.close()
         settings = shard.facts.get("settings")
         settings = self._older | settings if isinstance(settings, dict) else settings
-        if (shard.facts.get("plan"), settings) != (self.facts.plan, self._settings(number)):
+        if (shard.facts.get("plan"), settings) != (self.facts.plan, self.facts.of_shard(*self.span(number))):
             raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
         entry = _entry_of(shard, number)
         copied = media_path(self.config.out, number)
@@ -135,13 +136,14 @@ class ShardPacker(PackFormat):
         path = self.path(number)
         first, end = self.span(number)
         try:
-            with replacing(path) as aside, ShardWriter(aside) as writer:
+            with replacing(path) as aside, aside.open("wb", buffering=1 << 20) as file:
+                writer = ShardWriter(file)
                 samples, drops = 0, list[tuple[str, str, str]]()
                 with ExitStack() as stack:
                     media = None
                     if self.facts.media == "copy":
                         copied = stack.enter_context(replacing(media_path(self.config.out, number)))
-                        media = stack.enter_context(MediaCopy(copied, self._files))
+                        media = MediaCopy(stack.enter_context(copied.open("wb", buffering=0)), self._files)
                     for planned in self.planned_packs(number):
                         stored = self.stored(planned, media)
                         samples += len(stored.order)
@@ -151,7 +153,7 @@ class ShardPacker(PackFormat):
                 writer.finish(
                     {
                         "plan": self.facts.plan,
-                        "settings": self._settings(number),
+                        "settings": self.facts.of_shard(first, end),
                         "packs": end - first,
                         "samples": samples,
                         "drops": drops,
@@ -190,11 +192,6 @@ class ShardPacker(PackFormat):
                 self.facts.save(out)
         except OSError as error:
             raise unwritable(out, error, "pack") from error
-
-    def _settings(self, number: int) -> dict[str, Any]:
-        first, end = self.span(number)
-        settings = {name: getattr(self.facts, name) for name in ("store", "media", "padded_rows")}
-        return {**settings, "first": first, "stop": end, **self.facts.encoder}
 
     def rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
         """Renders the samples of a pack; one that cannot be rendered is dropped."""
@@ -239,19 +236,13 @@ def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
 
 
 class MediaCopy:
-    """Compressed media copied into one file, each once."""
+    """Compressed media copied into one open file, each once."""
 
-    def __init__(self, path: Path, files: TarFiles) -> None:
-        self._file, self._files = path.open("wb", buffering=0), files
+    def __init__(self, file: FileIO, files: TarFiles) -> None:
+        self._file, self._files = file, files
         self._digest = hashlib.sha256()
         self._places: dict[tuple[Path, int], int] = {}
         self.bytes = 0
-
-    def __enter__(self) -> "MediaCopy":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     @property
     def checksum(self) -> str:

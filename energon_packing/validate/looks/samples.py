@@ -64,10 +64,9 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     from energon_packing.packing.whole_list import pack_lengths
 
     encoder = measuring_encoder(config, parallel)
-    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
-    data = dataclasses.replace(config.data, repeat=False, workers=0)
-    once = dataclasses.replace(config, packing=packing, parallel=parallel, data=data)
+    once = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False, workers=0))
     loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
+    packing = config.packing
     lengths, aligned, too_long = [], [], [0]
     number = 0
     for number, sample in enumerate(loader, 1):
@@ -117,7 +116,7 @@ def look_at_samples(
     shares: list[str] = []
     try:
         from energon_packing.energon.loader import build_dataset
-        from energon_packing.energon.reader_shares import described_shares
+        from energon_packing.energon.reader_shares import dealt_shares
 
         with offline(), trusting(config.data.trust):
             for leaf, _ in data.readable:  # the run opens those that are left alone here, too
@@ -126,7 +125,8 @@ def look_at_samples(
                         check_data_set(str(file), file.read_bytes(), mapping_in(file))
             encoder = measuring_encoder(config, ParallelConfig(), processor=processor, deals=True)
             if data.whole and not any(left_alone):  # does Energon open it? It refuses a misspelt key of a blend, say
-                shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
+                dealt = dealt_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
+                shares = [share.description for _, share in dealt]
     except ImportError as error:
         return [Look("samples", at, "not looked at", f"this needs Energon: {error}")]
     except UserError as error:
@@ -231,9 +231,13 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator
 
     from energon_packing.energon.loader import build_dataset
 
+    reference = {"path": leaf.path, "split_part": leaf.split, "subflavors": dict(leaf.subflavors)}
+    reference |= {"split_config": leaf.split_config, "dataset_config": leaf.dataset_config}
+    reference |= {"aux": dict(leaf.aux)} if leaf.aux else {}
+    alone = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {leaf.split: reference}}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.yaml"
-        file.write_text(yaml.safe_dump(_metadataset(leaf), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        file.write_text(yaml.safe_dump(alone, sort_keys=False, allow_unicode=True), encoding="utf-8")
         plain: dict[str, Any] = {"shuffle_buffer": 1, "shuffle_over_epochs": 1, "epoch_end": "uneven"}
         data = dataclasses.replace(config.data, path=str(file), split=leaf.split, workers=0, repeat=False, **plain)
         once = dataclasses.replace(config, data=data)
@@ -248,11 +252,3 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _metadataset(leaf: Leaf) -> dict[str, Any]:
-    """The metadataset of one directory."""
-    reference = {"path": leaf.path, "split_part": leaf.split, "subflavors": dict(leaf.subflavors)}
-    reference |= {"split_config": leaf.split_config, "dataset_config": leaf.dataset_config}
-    reference |= {"aux": dict(leaf.aux)} if leaf.aux else {}
-    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {leaf.split: reference}}

@@ -21,7 +21,9 @@ def _is_known(view: RunView) -> bool:
 
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
     trained = view.family.startswith("qwen3vl") and not view.vision_frozen
-    return trained and view.tensor_parallel > 1 and view.may_show_images
+    # Images may reach the model, but for data sets of text and a text tokenizer.
+    shown = view.processor_tokens is None or bool(view.processor_tokens.placeholders)
+    return trained and view.tensor_parallel > 1 and shown and view.dataset_kind not in ("gpt_sft", "gpt_pretraining")
 
 
 def _above_deepstack(view: RunView) -> bool:

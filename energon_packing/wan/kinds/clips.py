@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS
@@ -13,9 +13,6 @@ from energon_packing.wan.config import ClipLimits, TextToVideoConfig, TextToVide
 from energon_packing.wan.record import SUBFLAVORS
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
-    from megatron.energon import CrudeSample
-    from megatron.energon.cache import FileStore
-
     from energon_packing.wan.encoder import MeasuredClip
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
@@ -45,26 +42,14 @@ class Clips(SampleKind):
     more_columns = ("text_tokens",)
     sizes = "patches and text tokens"
 
-    def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
-        self._resolved("preview")(dataset, config, overrides, packs, as_json)
-
-    def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
-        return self._resolved("cooker")(sample, primary=store)
-
     def measuring_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         own = TextToVideoRunConfig(
             encoder=dataclasses.replace(run.encoder, device="cpu"), packing=TextToVideoPackingConfig(seq_length=NO_ROW)
         )
         return self.encoder_class(own)
 
-    def task_encoder(self, run: TextToVideoRunConfig, **models: Any) -> Any:
-        return self._resolved("task_encoder")(run, **models)
-
     def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         return self.encoder_class(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))
-
-    def build_loader(self, run: TextToVideoRunConfig, **arguments: Any) -> Any:
-        return self._resolved("loader")(run, **arguments)
 
     def bridge_dataset(self, container: Any, processor: str | None, **fields: Any) -> Any:
         if type(container.model).__name__ != "WanModelProvider":

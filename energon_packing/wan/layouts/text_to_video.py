@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from energon_packing.convert.columns import FileReference, filled_column, refuse_own_view
-from energon_packing.convert.fields import unread
+from energon_packing.convert.fields import expect, unread
 from energon_packing.convert.layouts.layout import FileKind, Layout
 from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
 from energon_packing.errors import SampleRejected
@@ -71,8 +71,7 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
     SampleRejected: ``unknown_layout`` (not an object, or no video, image or latents), ``empty_caption`` (and no
     embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the video).
     """
-    if not isinstance(value, dict):
-        raise SampleRejected("unknown_layout", f"the record is a {type(value).__name__}, expected an object")
+    expect(value, dict, "unknown_layout", "the record is", "an object")
     found: dict[str, str | None] = {column: _column(value, column) for column in COLUMNS if column != "image"}
     if still := not (found["video"] or found["latents"]):
         found["image"] = _column(value, "image")
@@ -82,9 +81,8 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
         raise SampleRejected("unknown_layout", f"expected 'video', 'image' or 'latents'; the record's keys are: {keys}")
     if (caption is None or not caption.strip()) and not found["context"]:
         raise SampleRejected("empty_caption", "the record has neither a caption nor caption embeddings ('context')")
-    metadata = value.get("metadata")
-    if metadata is not None and not isinstance(metadata, dict):
-        raise SampleRejected("non_string_value", f"'metadata' is a {type(metadata).__name__}, expected an object")
+    metadata = {} if value.get("metadata") is None else value["metadata"]
+    expect(metadata, dict, "non_string_value", "'metadata' is", "an object")
     both = bool(found["video"] and found["latents"])
     kinds: tuple[FileRole, ...] = ("latents", "context") if both else ("video", "image", "latents", "context")
     if found["video"] and not both:
@@ -92,7 +90,7 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
     return ParsedVideoRecord(
         caption=caption,
         media=tuple(FileReference(kind=kind, path=path) for kind in kinds if (path := found.get(kind))),
-        metadata=metadata or {},
+        metadata=metadata,
         warnings=("video_not_stored",) * both,
         ignored=tuple(sorted(unread(value, _READ_COLUMNS.difference(() if still else COLUMNS["image"])))),
     )
@@ -107,10 +105,7 @@ def _column(value: Mapping[str, Any], column: Literal["caption"] | FileRole) -> 
             entry = entry[0]
         if isinstance(entry, dict):
             entry = entry.get("path")
-    if not isinstance(entry, str):
-        what = f"a {type(entry).__name__}" if not isinstance(entry, list) else f"a list of {len(entry)}"
-        raise SampleRejected("non_string_value", f"{name!r} holds {what}, expected text")
-    return entry
+    return expect(entry, str, "non_string_value", f"{name!r} holds", "text")
 
 
 _TENSOR = FileKind(check=check_tensor, made=TensorFile, corrupt="corrupt_tensor")

@@ -1,19 +1,17 @@
-"""Operations of a training step on a pack, for the vision tower and the language model each, from the model's own
-configuration.
+"""Operations of a training step on a pack, of the vision model and of the language model, from their configuration.
 
 An operation is a multiplication or an addition of a matrix product, as ``torch.utils.flop_counter`` counts them; norms,
-activations and positions are left out. Both costs are linear in a few sums over a pack's segments and media:
+activations and positions are left out. Costs are linear in a few sums over a pack:
 
 * ``tokens`` of all segments, and the ``squares`` of their lengths;
 * ``sliding``: twice the pairs of tokens that a causal sliding window holds;
-* ``logits``: tokens whose logits are computed, which are all in most trainers;
-* ``visual``: tokens of images and videos;
+* ``logits``: tokens whose logits are computed (in most trainers all); ``visual``: tokens of images and videos;
 * ``patches`` of all images, tiles and frames, before merging; ``patch_squares``, of those of each by itself;
   ``window_squares``, of those of each attention window; and ``images``, their number, as each may have a token more.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,45 +23,48 @@ from energon_packing.errors import ConfigError
 PARTS = ("vision_model", "vision_projection", "language_model")
 """What is frozen by itself, as Bridge names it; a projection (merger) makes tokens of what the vision model returns."""
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-_GLM = ("glm4v", "glm4v_moe")
-PROJECTIONS = {
-    **dict.fromkeys(_QWEN, "merger"),
-    **dict.fromkeys((*_GLM, "glm46v"), "glm"),
-    **dict.fromkeys(("internvl", "qianfan_ocr", "llava", "llava_next", "llava_onevision"), "two"),
-    **{"gemma3": "one", "mistral3": "mistral", "ernie4_5_vl_moe": "ernie"},
+_GLM, _LLAVA = ("glm4v", "glm4v_moe"), ("llava", "llava_next", "llava_onevision")
+PROJECTIONS: dict[str, Callable[[int, int, int, int, int], tuple[int, int, int]]] = {
+    **dict.fromkeys(_QWEN, lambda m, w, i, o, t: (m**2, m * o, 0)),
+    **dict.fromkeys((*_GLM, "glm46v"), lambda m, w, i, o, t: (m * o, o**2 + 3 * o * i, 0)),
+    **dict.fromkeys(("internvl", "qianfan_ocr", *_LLAVA), lambda m, w, i, o, t: (m * t, t**2, 0)),
+    "gemma3": lambda m, w, i, o, t: (w * t, 0, 0),
+    "mistral3": lambda m, w, i, o, t: (m * w, w * t + t**2, 0),
+    "ernie4_5_vl_moe": lambda m, w, i, o, t: (m**2, m**2, 3 * m**2 + m * t),
 }
-"""``model_type`` of a vision-language model -> how it makes tokens of patches, see `_vision`."""
+"""``model_type`` of a vision-language model -> multiply-adds of its projection: of the first matrix and of others per
+merged patches, and per token; of the widths of merged patches, tower, feed-forward part, output and language model."""
 TOWERS = {
     **dict.fromkeys((*_QWEN, "ernie4_5_vl_moe", "siglip_vision_model"), (2, 0)),
     **dict.fromkeys(("qwen2_5_vl", *_GLM, "pixtral"), (3, 0)),
     **dict.fromkeys(("internvl", "qianfan_ocr", "clip_vision_model"), (2, 1)),
 }
 """``model_type`` of a vision tower -> matrices of a layer's feed-forward part, tokens of an image besides patches."""
-TEXTS = {
-    *(*_QWEN, *_GLM, "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gemma3", "ernie4_5_vl_moe"),
-    *("llama", "mistral", "mixtral", "ministral3"),
-}
+TEXTS = {*_QWEN, *_GLM, "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "gemma3", "ernie4_5_vl_moe"}
+TEXTS |= {"llama", "mistral", "mixtral", "ministral3"}
 """``model_type`` of the language models whose layers are known."""
 PROVIDERS = {
-    **dict.fromkeys(("GPTModelProvider", "MistralModelProvider", "Gemma3ModelProvider"), ""),
-    **{"Qwen25VLModelProvider": "qwen2_5_vl", "GLM45VModelProvider": "glm4v_moe", "Gemma3VLModelProvider": "gemma3"},
-    **{"Qwen3VLModelProvider": "qwen3_vl", "Qwen3VLMoEModelProvider": "qwen3_vl", "Qwen35VLModelProvider": "qwen3_5"},
-    **{"Qwen35VLMoEModelProvider": "qwen3_5", "Ministral3ModelProvider": "mistral3"},
-    "Ernie45VLModelProvider": "ernie4_5_vl_moe",
+    **{
+        "GPT": "",
+        "Mistral": "",
+        "Gemma3": "",
+        "Gemma3VL": "gemma3",
+        "Ministral3": "mistral3",
+        "Qwen25VL": "qwen2_5_vl",
+    },
+    **{"Qwen3VL": "qwen3_vl", "Qwen3VLMoE": "qwen3_vl_moe", "Qwen35VL": "qwen3_5", "Qwen35VLMoE": "qwen3_5_moe"},
+    **{"GLM45V": "glm4v_moe", "Ernie45VL": "ernie4_5_vl_moe"},
 }
-"""Bridge's model providers -> ``model_type`` of the same model; empty for text."""
+"""Names of Bridge's providers without their ending -> ``model_type`` of the same model; empty for text."""
 NAMES = {
-    "layers": ("num_hidden_layers", "num_layers", "depth"),
-    "width": ("embed_dim", "hidden_size"),  # Qwen2-VL's tower has both
-    "inner": ("intermediate_size", "ffn_hidden_size"),
+    **{"layers": ("num_hidden_layers", "num_layers", "depth"), "width": ("embed_dim", "hidden_size")},
+    **{"inner": ("intermediate_size", "ffn_hidden_size"), "head": ("head_dim", "kv_channels")},
     "groups": ("num_key_value_heads", "num_query_groups", "num_attention_heads"),
-    "head": ("head_dim", "kv_channels"),
     "experts": ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts", "num_moe_experts"),
     "active": ("num_experts_per_tok", "moe_k", "moe_router_topk"),
     "expert": ("moe_intermediate_size", "moe_ffn_hidden_size", "intermediate_size", "ffn_hidden_size"),
     "shared": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "shares": ("n_shared_experts", "moe_num_shared_experts"),
-    "channels": ("in_channels", "num_channels"),
+    **{"shares": ("n_shared_experts", "moe_num_shared_experts"), "channels": ("in_channels", "num_channels")},
 }
 """Names of a field in Hugging Face configurations and in Bridge's providers; the first that is set counts."""
 DELTA, CHUNK = "gated_delta_net", 64
@@ -131,7 +132,7 @@ def model_cost(
     is_provider = not hasattr(config, "get_text_config")
     full = getattr(config, "hf_config", None) or config  # Ministral 3 has its vision there
     vision, text = getattr(full, "vision_config", None), config if is_provider else config.get_text_config()
-    family = PROVIDERS.get(type(config).__name__) if is_provider else _kind(config)
+    family = PROVIDERS.get(type(config).__name__.removesuffix("ModelProvider")) if is_provider else _kind(config)
     if family is None or not (_is_plain(text) if is_provider else _kind(text) in TEXTS):
         return None
     if (family not in PROJECTIONS or _kind(vision) not in TOWERS) if vision is not None else is_provider and family:
@@ -142,9 +143,10 @@ def model_cost(
     moved = [each or part in adapted for part, each in zip(PARTS, trained, strict=True)]
     back = any(moved if vision is not None else moved[2:])
     language = _language(text, 1 + trained[2] + back, 1 + 2 * back, causal)
-    window = _window(text) if "sliding" in language else None
+    window = _window(text) if language["sliding"] else None
     seen, side = ({}, None) if vision is None else _vision(family, full, vision, _field(text, "width"), trained, moved)
-    return ModelCost(vision=seen, language=language, window=window, side=side)
+    vision, language = ({name: each for name, each in part.items() if each} for part in (seen, language))
+    return ModelCost(vision=vision, language=language, window=window, side=side)
 
 
 def _read(model: Any) -> Any:
@@ -228,13 +230,13 @@ def _language(text: Any, weights: int, pairs: int, causal: bool) -> dict[str, fl
         each += dense * matrix * _field(text, "inner")
     multiple = _field(text, "make_vocab_size_divisible_by", 1) * _field(text, "tensor_model_parallel_size", 1)
     square = 4 * head * heads * pairs * (0.5 if causal else 1)
-    return _used(
-        tokens=2 * (weights * (each + more * 2 * width**2) + pairs * core),
-        squares=square * counts["full_attention"],
-        sliding=square * counts["sliding_attention"],
-        logits=2 * weights * width * -(-text.vocab_size // multiple) * multiple * (1 + more),
-        visual=2 * weights * visual,
-    )
+    return {
+        "tokens": 2 * (weights * (each + more * 2 * width**2) + pairs * core),
+        "squares": square * counts["full_attention"],
+        "sliding": square * counts["sliding_attention"],
+        "logits": 2 * weights * width * -(-text.vocab_size // multiple) * multiple * (1 + more),
+        "visual": 2 * weights * visual,
+    }
 
 
 def _vision(
@@ -256,27 +258,15 @@ def _vision(
     layers = 2 * (4 * width**2 + matrices * width * inner) * ((count - past) * (1 + trained[0] + moved[0]) + past)
     pair = 4 * width * (1 + 2 * moved[0])
     square = pair * (count - past - near) + 4 * width * past
-    merged, out = units * width * len(levels), out or vision.hidden_size
-    # Multiply-adds of the first matrix and of the others per merged patches, and of others per token.
-    first, rest, last = {
-        "merger": (merged**2, merged * out, 0),
-        "glm": (merged * out, out**2 + 3 * out * inner, 0),
-        "two": (merged * target, target**2, 0),
-        "one": (width * target, 0, 0),
-        "mistral": (merged * width, width * target + target**2, 0),
-        "ernie": (merged**2, merged**2, 3 * merged**2 + merged * target),
-    }[PROJECTIONS[family]]
+    merged = units * width * len(levels)
+    first, rest, last = PROJECTIONS[family](merged, width, inner, out or vision.hidden_size, target)
     start, go_on = 1 + trained[1] + moved[0], 1 + trained[1] + (moved[0] or moved[1])
     mergers = (1 + len(_field(vision, "deepstack_visual_indexes", ()))) * (start * first + go_on * rest)
     embedding = (1 + trained[0]) * int(values) * width
-    return _used(
-        patches=layers + 2 * (embedding + mergers / units + extra * square),
-        patch_squares=square,
-        window_squares=pair * near,
-        images=extra * (layers + extra * square),
-        visual=2 * go_on * last,
-    ), side
-
-
-def _used(**operations: float) -> dict[str, float]:
-    return {name: each for name, each in operations.items() if each}
+    return {
+        "patches": layers + 2 * (embedding + mergers / units + extra * square),
+        "patch_squares": square,
+        "window_squares": pair * near,
+        "images": extra * (layers + extra * square),
+        "visual": 2 * go_on * last,
+    }, side

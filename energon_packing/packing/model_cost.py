@@ -3,8 +3,7 @@
 An operation is a multiplication or an addition of a matrix product, as ``torch.utils.flop_counter`` counts them; norms,
 activations and positions are left out. Costs are linear in a few sums over a pack:
 
-* ``tokens`` of all segments, and the ``squares`` of their lengths;
-* ``sliding``: twice the pairs of tokens that a causal sliding window holds;
+* ``tokens`` of all segments, ``squares`` of their lengths, ``sliding``: twice the pairs that a causal window holds;
 * ``logits``: tokens whose logits are computed (in most trainers all); ``visual``: tokens of images and videos;
 * ``patches`` of all images, tiles and frames, before merging; ``patch_squares``, of those of each by itself;
   ``window_squares``, of those of each attention window; and ``images``, their number, as each may have a token more.
@@ -44,16 +43,9 @@ TEXTS = {*_QWEN, *_GLM, "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4", "glm
 TEXTS |= {"llama", "mistral", "mixtral", "ministral3"}
 """``model_type`` of the language models whose layers are known."""
 PROVIDERS = {
-    **{
-        "GPT": "",
-        "Mistral": "",
-        "Gemma3": "",
-        "Gemma3VL": "gemma3",
-        "Ministral3": "mistral3",
-        "Qwen25VL": "qwen2_5_vl",
-    },
+    **{"GPT": "", "Mistral": "", "Gemma3": "", "Gemma3VL": "gemma3", "Ministral3": "mistral3"},
     **{"Qwen3VL": "qwen3_vl", "Qwen3VLMoE": "qwen3_vl_moe", "Qwen35VL": "qwen3_5", "Qwen35VLMoE": "qwen3_5_moe"},
-    **{"GLM45V": "glm4v_moe", "Ernie45VL": "ernie4_5_vl_moe"},
+    **{"GLM45V": "glm4v_moe", "Ernie45VL": "ernie4_5_vl_moe", "Qwen25VL": "qwen2_5_vl"},
 }
 """Names of Bridge's providers without their ending -> ``model_type`` of the same model; empty for text."""
 NAMES = {
@@ -76,8 +68,7 @@ class ModelCost:
     """Operations for each unit of the sums of a pack, by their names.
 
     Attributes:
-        vision: of the vision model and the projection; empty for a model of text.
-        language: of the language model.
+        vision, language: of the vision model with its projection (empty for text), and of the language model.
         window: tokens that sliding layers see; None without such layers.
         side: patches along a side of the vision model's attention windows; None without windows.
     """
@@ -87,11 +78,10 @@ class ModelCost:
     window: int | None
     side: int | None
 
-    def of(self, sums: Mapping[str, Any]) -> tuple[Any, Any]:
+    def of(self, sums: Mapping[str, Any]) -> tuple[Any, ...]:
         """Operations of vision and language on packs or samples with these sums, each a number or an array. Raises
         KeyError: a sum that counts is not given."""
-        vision, language = (sum(part[name] * sums[name] for name in part) for part in (self.vision, self.language))
-        return vision, language
+        return tuple(sum(part[name] * sums[name] for name in part) for part in (self.vision, self.language))
 
     def segment_sums(self, lengths: Any) -> dict[str, Any]:
         """The sums of each segment, of its length or lengths ``[N]``, with the logits of all tokens. Of L tokens,
@@ -117,8 +107,7 @@ def model_cost(
     A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once.
 
     Args:
-        model: a Hugging Face configuration, its mapping, or the directory of its ``config.json``; or a model provider
-            of Megatron-Bridge.
+        model: a Hugging Face configuration, its mapping, the directory of its ``config.json``, or Bridge's provider.
         frozen: which of `PARTS` are; None for what a provider's ``freeze_...`` say. All of them for inference.
         adapted: which of `PARTS` are frozen but for low-rank adapters, which are not counted.
         causal: whether attention of the language model computes only the half of the pairs that it uses, as kernels do.
@@ -137,8 +126,8 @@ def model_cost(
         return None
     if (family not in PROJECTIONS or _kind(vision) not in TOWERS) if vision is not None else is_provider and family:
         return None
-    if frozen is None:
-        frozen = [part for part in PARTS if getattr(config, f"freeze_{part}", False)]
+    given = [part for part in PARTS if getattr(config, f"freeze_{part}", False)]
+    frozen = given if frozen is None else frozen
     trained = [part not in (*frozen, *adapted) for part in PARTS]
     moved = [each or part in adapted for part, each in zip(PARTS, trained, strict=True)]
     back = any(moved if vision is not None else moved[2:])
@@ -197,11 +186,10 @@ def _layers(text: Any) -> list[tuple[str, bool]]:
     kinds = _field(text, "layer_types") or [other if each else "full_attention" for each in often]
     freq, first = _field(text, "moe_layer_freq", 1), _field(text, "first_k_dense_replace", 0)
     step, dense = _field(text, "decoder_sparse_step", 1), _field(text, "mlp_only_layers", ())
-    if types := _field(text, "mlp_layer_types", isinstance(freq, list) and freq):
-        sparse = [each in ("sparse", 1) for each in types]
-    else:
-        sparse = [at >= first and not (at % freq or (at + 1) % step or at in dense) for at in range(count)]
-    layers = [(kind, each and bool(_field(text, "experts"))) for kind, each in zip(kinds, sparse, strict=True)]
+    types = _field(text, "mlp_layer_types", freq if isinstance(freq, list) else None)
+    types = types or [at >= first and not (at % freq or (at + 1) % step or at in dense) for at in range(count)]
+    mixed = bool(_field(text, "experts"))
+    layers = [(kind, mixed and each in ("sparse", 1)) for kind, each in zip(kinds, types, strict=True)]
     return layers + layers[-1:] * _field(text, "mtp_num_layers", 0)
 
 
@@ -221,13 +209,12 @@ def _language(text: Any, weights: int, pairs: int, causal: bool) -> dict[str, fl
         core = linear * number * (CHUNK * (3 * keys + 2 * values) + 3 * keys * values)
     matrix = width * (3 if _field(text, "gated_linear_unit", True) else 2)
     if sparse:
-        experts, active = _field(text, "expert"), _field(text, "active") * matrix
-        experts = experts if isinstance(experts, list | tuple) else [experts]  # Ernie has others for visual tokens
+        active, experts = _field(text, "active") * matrix, np.atleast_1d(_field(text, "expert")).tolist()
         shared = _field(text, "shared", _field(text, "shares", 0) * experts[0])
         each += sparse * (width * _field(text, "experts") + active * experts[0] + matrix * shared)
+        # Ernie has others for visual tokens.
         visual = sparse * active * (experts[-1] - experts[0])
-    if dense := len(layers) - sparse:
-        each += dense * matrix * _field(text, "inner")
+    each += (len(layers) - sparse) * matrix * _field(text, "inner", 0)
     multiple = _field(text, "make_vocab_size_divisible_by", 1) * _field(text, "tensor_model_parallel_size", 1)
     square = 4 * head * heads * pairs * (0.5 if causal else 1)
     return {
@@ -244,7 +231,8 @@ def _vision(
 ) -> tuple[dict[str, float], int | None]:
     """Of a vision model and its projection, of which `PARTS` are trained, or have gradients inside; and `side`."""
     width, count, patch = _field(vision, "width"), _field(vision, "layers"), vision.patch_size
-    inner, out = _field(vision, "inner") or int(width * vision.mlp_ratio), _field(vision, "out_hidden_size")
+    inner = _field(vision, "inner") or int(width * vision.mlp_ratio)
+    out = _field(vision, "out_hidden_size", vision.hidden_size)
     values = _field(vision, "channels") * _field(vision, "temporal_patch_size", 1) * np.prod(np.broadcast_to(patch, 2))
     levels = np.atleast_1d(_field(config, "vision_feature_layer", -1))
     past = count - int((levels % (count + 1)).max())  # layers that nothing uses, but that run
@@ -258,8 +246,7 @@ def _vision(
     layers = 2 * (4 * width**2 + matrices * width * inner) * ((count - past) * (1 + trained[0] + moved[0]) + past)
     pair = 4 * width * (1 + 2 * moved[0])
     square = pair * (count - past - near) + 4 * width * past
-    merged = units * width * len(levels)
-    first, rest, last = PROJECTIONS[family](merged, width, inner, out or vision.hidden_size, target)
+    first, rest, last = PROJECTIONS[family](units * width * len(levels), width, inner, out, target)
     start, go_on = 1 + trained[1] + moved[0], 1 + trained[1] + (moved[0] or moved[1])
     mergers = (1 + len(_field(vision, "deepstack_visual_indexes", ()))) * (start * first + go_on * rest)
     embedding = (1 + trained[0]) * int(values) * width

@@ -163,7 +163,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
-def test_operations_forward_are_those_that_pytorch_counts_in_each_half_of_the_model(family, case):
+def test_forward_operations_are_those_that_pytorch_counts_in_each_half_of_a_model(family, case):
     seen, total, (vision, language) = counted(family, case)
     assert vision == pytest.approx(seen, rel=CLOSE)
     assert language == pytest.approx(total - seen, rel=CLOSE)
@@ -185,7 +185,7 @@ FROZEN = [(), PARTS[:1], PARTS[:2], PARTS[2:], PARTS[::2]]
 
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda parts: "+".join(parts) or "none")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_counts_what_is_trained_three_times_and_what_is_frozen_as_often_as_gradients_pass(family, frozen):
+def test_a_step_counts_trained_parts_three_times_and_frozen_ones_as_gradients_pass(family, frozen):
     if family == "text" and "language_model" in frozen:
         pytest.skip("nothing would be trained")
     case = "text" if family == "text" else "wide" if family in ALONE else "sizes"

@@ -291,6 +291,7 @@ def bridge():
     def provider(config):
         made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
         made.make_vocab_size_divisible_by = 1
+        made.kv_channels = made.kv_channels or made.hidden_size // made.num_attention_heads  # as when it is finished
         return made
 
     yield SimpleNamespace(provider=provider, flops=flop_utils)
@@ -307,7 +308,9 @@ PUBLISHED = {
     "Qwen3-VL": lambda: named(transformers.Qwen3VLConfig(), "Qwen3VLForConditionalGeneration"),
     "Qwen3-VL-MoE": lambda: named(transformers.Qwen3VLMoeConfig(), "Qwen3VLMoeForConditionalGeneration"),
     "Qwen3.5": lambda: named(transformers.Qwen3_5Config(), "Qwen3_5ForConditionalGeneration"),
-    "GLM-4.5V": lambda: named(transformers.Glm4vMoeConfig(), "Glm4vMoeForConditionalGeneration"),
+    "GLM-4.5V": lambda: named(
+        transformers.Glm4vMoeConfig(text_config={"head_dim": 128}), "Glm4vMoeForConditionalGeneration"
+    ),
     "Ernie 4.5 VL": lambda: named(transformers.Ernie4_5_VLMoeConfig(), "Ernie4_5_VLMoeForConditionalGeneration"),
     "Gemma 3": lambda: named(transformers.Gemma3Config(), "Gemma3ForConditionalGeneration"),
     "Ministral 3": lambda: named(

@@ -312,7 +312,9 @@ PUBLISHED = {
         transformers.Glm4vMoeConfig(text_config={"head_dim": 128}), "Glm4vMoeForConditionalGeneration"
     ),
     "Ernie 4.5 VL": lambda: named(transformers.Ernie4_5_VLMoeConfig(), "Ernie4_5_VLMoeForConditionalGeneration"),
-    "Gemma 3": lambda: named(transformers.Gemma3Config(), "Gemma3ForConditionalGeneration"),
+    "Gemma 3": lambda: named(
+        transformers.Gemma3Config(vision_config={"image_size": 896, "patch_size": 14}), "Gemma3ForConditionalGeneration"
+    ),
     "Ministral 3": lambda: named(
         transformers.Mistral3Config(text_config={"model_type": "ministral3"}), "Mistral3ForConditionalGeneration"
     ),
@@ -328,7 +330,7 @@ def test_bridges_provider_of_a_model_has_the_cost_of_its_hugging_face_configurat
     config = PUBLISHED[name]()
     provider = bridge.provider(config)
     provider.mtp_num_layers = None
-    ours, theirs = model_cost(config, frozen=()), model_cost(provider)
+    ours, theirs = model_cost(config, frozen=()), model_cost(provider, frozen=())
     assert theirs.vision == ours.vision
     assert theirs.language == pytest.approx(ours.language)
     assert (theirs.window, theirs.side) == (ours.window, ours.side)

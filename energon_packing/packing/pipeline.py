@@ -255,14 +255,30 @@ def _bound(costs: np.ndarray, graph: _Graph) -> float:
     return bound
 
 
-EXHAUSTIVE, CANDIDATES, ROUNDS = 6, 64, 20
+EXHAUSTIVE = 6  # micro-batches of which all orders are tried
+BEAM, CANDIDATES, LEVELS = 4, 64, 4000
+
+
+@lru_cache(maxsize=16)
+def _moves(count: int) -> np.ndarray:
+    """Every exchange of two places and every move of one to another ``[N, count]``, well mixed."""
+    found = {}
+    for one in range(count):
+        for other in range(count):
+            exchanged, moved = list(range(count)), list(range(count))
+            exchanged[one], exchanged[other] = other, one
+            moved.insert(other, moved.pop(one))
+            found |= {tuple(exchanged): None, tuple(moved): None}
+    del found[tuple(range(count))]
+    moves = np.array(list(found))
+    return moves[np.argsort(np.arange(len(moves)) * 0.6180339887 % 1, kind="stable")]
 
 
 def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> list[int]:
     """The order in which one global batch's micro-batches take least time in the pipeline: positions, each once.
 
     A pure function of its arguments, so that all ranks of a pipeline find the same order. Up to 6 micro-batches it is
-    the best one; of more, the best that a search from sorted orders finds.
+    the best one; of more, the best that a search by exchanges and moves finds, from the given order and sorted ones.
 
     Raises:
         ConfigError: as in `simulate`.
@@ -274,4 +290,30 @@ def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> lis
     if count <= EXHAUSTIVE:
         tried = np.array(list(permutations(range(count))))
         return tried[graph.ends(costs, tried).max(axis=0).argmin()].tolist()
-    return []
+    enough, moves = 1.001 * _bound(costs, graph), _moves(count)
+    beam = _sorted_orders(costs, graph)
+    taken = graph.ends(costs, beam).max(axis=0)
+    at = idle = 0
+    for _ in range(max(LEVELS // len(graph.bounds), 4)):
+        _, kept = np.unique(taken, return_index=True)
+        beam, taken = beam[kept[:BEAM]], taken[kept[:BEAM]]
+        if taken[0] <= enough or idle >= len(moves):
+            break
+        some = moves[np.arange(at, at + min(CANDIDATES, len(moves))) % len(moves)]
+        candidates = beam[:, some].reshape(-1, count)
+        found = graph.ends(costs, candidates).max(axis=0)
+        idle = 0 if found.min() < taken[0] else idle + len(some)
+        at += len(some)
+        beam, taken = np.concatenate([beam, candidates]), np.concatenate([taken, found])
+    return beam[taken.argmin()].tolist()
+
+
+def _sorted_orders(costs: np.ndarray, graph: _Graph) -> np.ndarray:
+    """The given order; by the work in all stages, in the first, and by what is forward less backward: cheap ones at
+    both ends, rising, falling."""
+    count, whole = graph.micro_batches, costs.sum(axis=0)
+    orders = [np.arange(count)]
+    for key in (whole.sum(axis=1), whole[:, 0], whole[:, 0] - whole[:, 1:].mean(axis=1)):
+        rising = np.argsort(key, kind="stable")
+        orders += [rising, rising[::-1], np.concatenate([rising[::2], rising[1::2][::-1]])]
+    return np.array(orders)

@@ -9,12 +9,15 @@ where Core's ``schedules.py`` does; interleaved, that is with ``overlap_p2p_comm
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
 
 from energon_packing.errors import refuse
+
+EXHAUSTIVE = 6  # micro-batches of which all orders are tried
+BEAM, CANDIDATES, LEVELS = 4, 64, 4000
 
 
 class Layout(NamedTuple):
@@ -55,21 +58,17 @@ def operations(micro_batches: int, layout: Layout) -> list[list[Operation]]:
     """The operations of each rank in Core's order.
 
     Raises:
-        ConfigError: a size below 1, or one that Core refuses.
+        ConfigError: a size below 1, or a layout that Core refuses.
     """
     ranks, chunks, group = layout.ranks, layout.chunks, layout.group or layout.ranks
+    left = micro_batches % max(group, 1)
     refuse(
         (min(micro_batches, ranks, chunks) < 1, f"micro-batches ({micro_batches}), ranks and chunks are at least 1"),
         (ranks == 1 < chunks, f"{chunks} chunks need a pipeline of at least 2 ranks"),
         (
-            chunks > 1 and not ranks <= group <= micro_batches,
-            f"microbatch_group_size_per_vp_stage is {group}, and must lie between the pipeline's ranks ({ranks}) and the"
-            f" micro-batches ({micro_batches})",
-        ),
-        (
-            chunks > 1 and 0 < micro_batches % group < ranks,
-            f"{micro_batches} micro-batches in groups of {group} leave {micro_batches % group}, fewer than the "
-            f"pipeline's {ranks} ranks",
+            chunks > 1 and (not ranks <= group <= micro_batches or 0 < left < ranks),
+            f"microbatch_group_size_per_vp_stage is {group}: it must lie between the pipeline's {ranks} ranks and the "
+            f"{micro_batches} micro-batches, and leave none of them over, or at least {ranks}",
         ),
     )
     group = group if chunks > 1 else micro_batches
@@ -93,93 +92,77 @@ class _Graph:
     """Which operations one waits for: the same for every order of the micro-batches."""
 
     def __init__(self, micro_batches: int, layout: Layout) -> None:
-        self.layout, self.micro_batches, self.stages = layout, micro_batches, layout.ranks * layout.chunks
-        self.ranks = operations(micro_batches, layout)
-        self.place = {each: (rank, at) for rank, row in enumerate(self.ranks) for at, each in enumerate(row)}
-        self.numbered = [[[each for each in row if each.backward == way] for row in self.ranks] for way in (0, 1)]
+        self.layout, self.stages = layout, layout.ranks * layout.chunks
+        self.rows = operations(micro_batches, layout)
         self.warm_up = [_warm_up(micro_batches, layout, rank) for rank in range(layout.ranks)]
+        self.place = {each: (rank, at) for rank, row in enumerate(self.rows) for at, each in enumerate(row)}
+        self.ways = [[[each for each in row if each.backward == way] for row in self.rows] for way in (0, 1)]
+        self.number = {each: at for way in self.ways for row in way for at, each in enumerate(row)}
+        before = {each: self._before(*place) for each, place in self.place.items()}
         level: dict[Operation, int] = {}
-        before: dict[Operation, list[Operation]] = {}
-        next_ = [0] * layout.ranks
-        while len(level) < len(self.place):
-            for rank, row in enumerate(self.ranks):
-                while next_[rank] < len(row):
-                    each = row[next_[rank]]
-                    before.setdefault(each, self._before(rank, next_[rank]))
-                    if not all(other in level for other in before[each]):
-                        break
+        at = [0] * layout.ranks
+        while len(level) < len(before):
+            for rank, row in enumerate(self.rows):
+                while at[rank] < len(row) and all(other in level for other in before[row[at[rank]]]):
+                    each = row[at[rank]]
                     level[each] = 1 + max((level[other] for other in before[each]), default=-1)
-                    next_[rank] += 1
+                    at[rank] += 1
         order = sorted(level, key=level.__getitem__)
         number = {each: at for at, each in enumerate(order)}
-        widest = max(map(len, before.values()))
-        self.before = np.full((len(order), max(widest, 1)), len(order))
-        for at, each in enumerate(order):
-            self.before[at, : len(before[each])] = [number[other] for other in before[each]]
-        self.bounds = np.searchsorted([level[each] for each in order], range(level[order[-1]] + 2)).tolist()
+        self.before = np.full((len(order), layout.ranks), len(order))  # the last row of `ends` is 0
+        for place, each in enumerate(order):
+            self.before[place, : len(before[each])] = [number[other] for other in before[each]]
+        self.levels = np.searchsorted([level[each] for each in order], range(level[order[-1]] + 2)).tolist()
         self.way, self.micro_batch, self.stage = np.array(order, dtype=np.int64).T
 
     def _before(self, rank: int, at: int) -> list[Operation]:
         """The operations whose ends the one at a place of a rank waits for, the last of each rank."""
-        way, micro_batch, stage = self.ranks[rank][at]
-        waits = [self._source(Operation(way, micro_batch, stage))]
+        each = self.rows[rank][at]
+        turns = each.backward and each.stage == self.stages - 1
+        source = each._replace(backward=False) if turns else self._next(each, -1)
+        waits = [self.place[source]] if source in self.place else []
         if at:
-            waits += [self.ranks[rank][at - 1], *self._exchange(rank, at - 1)]
-        last: dict[int, int] = {}
-        for each in waits:
-            if each is not None:
-                other, place = self.place[each]
-                last[other] = max(last.get(other, 0), place)
-        return [self.ranks[other][place] for other, place in last.items()]
+            waits += [(rank, at - 1), *map(self.place.__getitem__, self._exchanged(rank, at - 1))]
+        return [self.rows[other][place] for other, place in dict(sorted(waits)).items()]
 
-    def _source(self, each: Operation) -> Operation | None:
-        """What sends an operation its input."""
-        if each.backward and each.stage == self.stages - 1:
-            return each._replace(backward=False)
-        stage = each.stage + (1 if each.backward else -1)
-        return each._replace(stage=stage) if stage >= 0 else None
+    @staticmethod
+    def _next(each: Operation, step: int = 1) -> Operation:
+        """What gets an operation's output from another rank, which may be no operation; or, -1, gives its input."""
+        return each._replace(stage=each.stage + (-step if each.backward else step))
 
-    def _receiver(self, each: Operation) -> tuple[int, int] | None:
-        """Rank and place of what gets an operation's output from another."""
-        return self.place.get(each._replace(stage=each.stage + (-1 if each.backward else 1)))
-
-    def _exchange(self, rank: int, at: int) -> Iterator[Operation]:
-        """The operations at whose end the messages are through that the one at a place of a rank waits for."""
+    def _exchanged(self, rank: int, at: int) -> Iterator[Operation]:
+        """At whose ends the messages are through that a rank waits for after the operation at a place."""
+        each, ranks = self.rows[rank][at], self.layout.ranks
         if self.layout.chunks == 1:
-            receiver = self._receiver(self.ranks[rank][at])
-            yield from () if receiver is None else self._asked(*receiver)
+            yield from self._asked(self._next(each))
             return
-        each, ranks = self.ranks[rank][at], self.layout.ranks
-        row = self.numbered[each.backward]
-        number, total = row[rank].index(each), len(row[rank])
-        step, leading, final = (-1, ranks - 1, 0) if each.backward else (1, 0, self.stages - 1)
+        rows, number = self.ways[each.backward], self.number[each]
+        step, leading, total = (-1, ranks - 1, len(rows[0])) if each.backward else (1, 0, len(rows[0]))
         warm_up = self.warm_up[rank]
-        synchronous = number >= total - warm_up if each.backward else number < warm_up
-        if each.stage != final and (synchronous or not each.backward):
-            place = number - 1 if 0 <= rank + step < ranks else number + ranks - 1
-            if place >= 0:
-                yield row[(rank + step) % ranks][place]
-        sent = number - ranks + 1  # the leading rank receives this of the other end's, which it may need much later
-        if synchronous and rank == leading and sent >= 0 and number < total - 1:
-            received = row[(rank - step) % ranks][sent]
-            if received.stage != final:
-                yield received
+        waits = number >= total - warm_up if each.backward else number < warm_up
+        asked = number - 1 if 0 <= rank + step < ranks else number + ranks - 1
+        if self._next(each) in self.place and (waits or not each.backward) and asked >= 0:
+            yield rows[(rank + step) % ranks][asked]
+        received = number - ranks + 1  # by the leading rank, which may need it much later
+        if waits and rank == leading and received >= 0 and number < total - 1:
+            sent = rows[(rank - step) % ranks][received]
+            if self._next(sent) in self.place:
+                yield sent
 
-    def _asked(self, rank: int, at: int) -> Iterator[Operation]:
-        """Plain 1F1B: at whose end a rank asks for the input of the operation at a place."""
+    def _asked(self, each: Operation) -> Iterator[Operation]:
+        """Plain 1F1B: at whose end the rank of an operation asks for its input."""
+        rank, at = self.place.get(each, (0, 0))
         if at:
-            yield self.ranks[rank][at - 1]
-            warm_up = self.warm_up[rank]
-            together = warm_up <= at - 1 < 2 * self.micro_batches - warm_up - 1  # one call sends and receives
-            receiver = self._receiver(self.ranks[rank][at - 1])
-            if not together and receiver is not None:
-                yield from self._asked(*receiver)
+            last = self.rows[rank][at - 1]
+            yield last
+            if not self.warm_up[rank] < at < len(self.rows[rank]) - self.warm_up[rank]:  # else one call does both
+                yield from self._asked(self._next(last))
 
     def ends(self, costs: np.ndarray, orders: np.ndarray) -> np.ndarray:
         """When each operation ends ``[operations, N]`` with costs ``[2, M, P V]`` in orders ``[N, M]``."""
         ends = np.zeros((len(self.before) + 1, len(orders)))
         ends[:-1] = costs[self.way[:, None], orders.T[self.micro_batch], self.stage[:, None]]
-        for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
+        for start, stop in pairwise(self.levels):
             ends[start:stop] += ends[self.before[start:stop]].max(axis=1)
         return ends[:-1]
 
@@ -227,15 +210,11 @@ def lower_bound(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> fl
     backward pass (from its last forward pass), less the rank's own passes meanwhile, taken for the longest.
     """
     costs, graph = _checked(forward, backward, layout)
-    return _bound(costs, graph)
-
-
-def _bound(costs: np.ndarray, graph: _Graph) -> float:
-    ranks = graph.layout.ranks
+    ranks = layout.ranks
     until = np.pad(costs.cumsum(axis=2), ((0, 0), (0, 0), (1, 0)))  # time in the stages before each
     whole = until[:, :, -1]
     bound = float(whole.sum(axis=0).max())
-    for rank, row in enumerate(graph.ranks):
+    for rank, row in enumerate(graph.rows):
         top = graph.stages - ranks + rank + 1
         first = next(at for at, each in enumerate(row) if each.backward)
         last = max(at for at, each in enumerate(row) if not each.backward)
@@ -253,10 +232,6 @@ def _bound(costs: np.ndarray, graph: _Graph) -> float:
         both = (meanwhile,) if first < last else ((outside[0], meanwhile[1]), (meanwhile[0], outside[1]))
         bound = max(bound, *(work + before + after for before, after in both))
     return bound
-
-
-EXHAUSTIVE = 6  # micro-batches of which all orders are tried
-BEAM, CANDIDATES, LEVELS = 4, 64, 4000
 
 
 @lru_cache(maxsize=16)
@@ -284,17 +259,17 @@ def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> lis
         ConfigError: as in `simulate`.
     """
     costs, graph = _checked(forward, backward, layout)
-    count = graph.micro_batches
+    count = costs.shape[1]
     if layout.ranks == 1:
         return list(range(count))
     if count <= EXHAUSTIVE:
         tried = np.array(list(permutations(range(count))))
         return tried[graph.ends(costs, tried).max(axis=0).argmin()].tolist()
-    enough, moves = 1.001 * _bound(costs, graph), _moves(count)
+    enough, moves = 1.001 * lower_bound(forward, backward, layout), _moves(count)
     beam = _sorted_orders(costs, graph)
     taken = graph.ends(costs, beam).max(axis=0)
     at = idle = 0
-    for _ in range(max(LEVELS // len(graph.bounds), 4)):
+    for _ in range(max(LEVELS // len(graph.levels), 4)):
         _, kept = np.unique(taken, return_index=True)
         beam, taken = beam[kept[:BEAM]], taken[kept[:BEAM]]
         if taken[0] <= enough or idle >= len(moves):
@@ -311,7 +286,7 @@ def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> lis
 def _sorted_orders(costs: np.ndarray, graph: _Graph) -> np.ndarray:
     """The given order; by the work in all stages, in the first, and by what is forward less backward: cheap ones at
     both ends, rising, falling."""
-    count, whole = graph.micro_batches, costs.sum(axis=0)
+    count, whole = costs.shape[1], costs.sum(axis=0)
     orders = [np.arange(count)]
     for key in (whole.sum(axis=1), whole[:, 0], whole[:, 0] - whole[:, 1:].mean(axis=1)):
         rising = np.argsort(key, kind="stable")

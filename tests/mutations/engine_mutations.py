@@ -8,10 +8,13 @@ ENGINE_TRAPS = {
     104: "a task whose worker died is lost, or is not tried again",
     201: "choosing packs under limits takes longer the longer the rows are, until it holds a training step back",
     202: "the images of a pack take more memory with their padding than any limit counts",
+    240: "a simulated pipeline is not the one that Megatron-Core runs",
+    241: "the micro-batches of a pipeline come in an order that takes longer than another",
 }
 
 BALANCE = "tests/packing/test_balance.py::"
 POLICIES = "tests/packing/test_policies.py::"
+PIPELINE = "tests/packing/test_pipeline.py::"
 LONG_ROWS = (
     "tests/packing/test_window.py::"
     "test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do[images scarce]"
@@ -241,5 +244,42 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test=PADDED + "test_an_older_index_is_read_without_the_limit_and_measured_again_for_it",
         oracle="the definition",
         edits=(("offline/measure.py", '"subflavors": plain, **self._more}', '"subflavors": plain}'),),
+    ),
+    Mutation(
+        trap=240,
+        name="ranks of an interleaved pipeline warm up as those of a plain one",
+        test=PIPELINE + "test_each_rank_does_what_megatron_core_does_in_its_order",
+        oracle="Megatron-Core's schedule, run with messages that stand still",
+        edits=(("packing/pipeline.py", "else 2 * ahead + ", "else ahead + "),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=240,
+        name="the last stage goes backward before it went forward",
+        test=PIPELINE + "test_no_pass_starts_before_what_it_needs_and_ranks_do_one_thing_at_a_time",
+        oracle="the definition",
+        edits=(("packing/pipeline.py", "else self._next(each, -1)\n", "else self._next(each)\n"),),
+    ),
+    Mutation(
+        trap=241,
+        name="of all orders of few micro-batches the first one is taken",
+        test=PIPELINE + "test_up_to_eight_micro_batches_take_within_two_percent_of_the_best_of_all_orders",
+        oracle="all orders",
+        edits=(
+            (
+                "packing/pipeline.py",
+                "return tried[graph.ends(costs, tried).max(axis=0).argmin()].tolist()",
+                "return tried[0].tolist()",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=241,
+        name="the search among many orders keeps the slowest",
+        test=PIPELINE + "test_more_micro_batches_take_within_five_percent_of_the_bound",
+        oracle="a bound that no order goes below",
+        edits=(
+            ("packing/pipeline.py", "return beam[taken.argmin()].tolist()", "return beam[taken.argmax()].tolist()"),
+        ),
     ),
 )

@@ -255,10 +255,10 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=240,
-        name="the last stage goes backward before it went forward",
+        name="a pass starts before the stage that sends its input is through",
         test=PIPELINE + "test_no_pass_starts_before_what_it_needs_and_ranks_do_one_thing_at_a_time",
         oracle="the definition",
-        edits=(("packing/pipeline.py", "else self._next(each, -1)\n", "else self._next(each)\n"),),
+        edits=(("packing/pipeline.py", "waits = [self.place[source]] if source in self.place else []", "waits = []"),),
     ),
     Mutation(
         trap=241,

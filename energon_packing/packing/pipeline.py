@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from energon_packing.errors import refuse
+from energon_packing.errors import PackingError, refuse
 
 EXHAUSTIVE = 6  # micro-batches of which all orders are tried
 BEAM, CANDIDATES, LEVELS = 4, 64, 4000
@@ -102,11 +102,14 @@ class _Graph:
         level: dict[Operation, int] = {}
         at = [0] * layout.ranks
         while len(level) < len(before):
+            done = len(level)
             for rank, row in enumerate(self.rows):
                 while at[rank] < len(row) and all(other in level for other in before[row[at[rank]]]):
                     each = row[at[rank]]
                     level[each] = 1 + max((level[other] for other in before[each]), default=-1)
                     at[rank] += 1
+            if len(level) == done:
+                raise PackingError("operations of a pipeline wait for each other")
         order = sorted(level, key=level.__getitem__)
         number = {each: at for at, each in enumerate(order)}
         self.before = np.full((len(order), layout.ranks), len(order))  # the last row of `ends` is 0

@@ -240,7 +240,7 @@ def lower_bound(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> fl
 @lru_cache(maxsize=16)
 def _moves(count: int) -> np.ndarray:
     """Every exchange of two places and every move of one to another ``[N, count]``, well mixed."""
-    found = {}
+    found: dict[tuple[int, ...], None] = {}
     for one in range(count):
         for other in range(count):
             exchanged, moved = list(range(count)), list(range(count))

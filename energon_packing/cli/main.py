@@ -45,13 +45,13 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     name: Subcommand(target=f"energon_packing.cli.{name}:{name}", summary=summary, extras=tuple(extras))
     for name, summary, *extras in (
         ("convert", "Convert conversation files to an Energon data set."),
-        ("explain", "Say what happened to one sample, and which setting decided it.", "vlm"),
+        ("explain", "Say what happened to one sample, and which setting decided it.", "offline", "vlm"),
         ("init", "Write a commented configuration file for a data set."),
         ("ledger", "Count what a run emitted and dropped, over all restarts."),
         ("measure", "Measure all samples of data sets once, without pixels.", "offline", "vlm"),
         ("pack", "Store the packs of a plan, ready to be trained on.", "offline", "vlm"),
         ("plan", "Plan the packs of a whole run from measured indexes.", "offline"),
-        ("preview", "Build real packs and show each of their samples.", "vlm"),
+        ("preview", "Build real packs and show each of their samples.", "offline", "vlm"),
         ("state", "Make the saved state of an online run portable.", "offline", "vlm"),
         ("stats", "Show how samples are distributed, and how full packs would be.", "offline"),
         ("validate", "Check a configuration against Bridge's rules and ours."),

@@ -387,7 +387,7 @@ class PackMetrics:
             "pack": self._taken,
             "last": self._now.to_json(),
             "total": self._all.to_json(),
-            "figures": {name: round(value, 4) for name, value in (self._all if ended else self._now).figures().items()},
+            "figures": {name: round(value, 6) for name, value in (self._all if ended else self._now).figures().items()},
             "steps": self._steps,
             **({"memory": self._memory} if self._memory else {}),
             **({"ended": True} if ended else {}),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+import pyarrow.compute as pc
+
 from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
 from energon_packing.convert.keys import key_of_id
@@ -89,8 +91,6 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
 
 def story_in_index(key: str, directory: Path) -> list[Event]:
     """What an index holds of a sample and all of its copies. Raises `UserError`: it lacks the sample, or is damaged."""
-    import pyarrow.compute as pc  # which data sets do without
-
     index, events = Index.open(directory), list[Event]()
     for dataset, shard in ((it, shard) for it in index.datasets for shard in it.shards):
         table = index.rows(dataset, shard)

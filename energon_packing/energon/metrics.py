@@ -487,6 +487,7 @@ class MetricsLog:
             return
         whole = merged(line.total for line in present)
         dropped = whole.dropped
+        shares = ("", merged(line.last for line in present).figures()), ("_total", whole.figures())
         try:
             more = self._more(rates(lines))
         except Exception as error:  # formulas of other people's models
@@ -495,7 +496,7 @@ class MetricsLog:
         self._found = {
             **figures(lines),
             **more,
-            **{f"{name}_total": share for name, share in whole.figures().items() if name == "dropped_share"},
+            **{f"dropped_share{end}": own["dropped_share"] for end, own in shares if "dropped_share" in own},
             "ranks": len(lines),
             "dropped": dropped.total(),
             **{f"dropped/{reason}": count for reason, count in dropped.items()},

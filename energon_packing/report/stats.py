@@ -306,14 +306,14 @@ def recommendation(
     of which the first is the run's own.
 
     Rows are compared by the share of their tokens that are real and by the tokens that no row has; how much memory a
-    row needs is not known here. What is within its error is no reason.
+    row needs is not known here. Rows that are fuller within their error are no reason.
     """
     rows = [row for row in found if (row["window"], row["multiple"]) == (run.packing.window, run.parallel.multiple)]
     rows = [row for row in rows if row["fill"] > 0]
     if not rows:
         other = "Limits of a row leave all samples out." if samples.tokens.size else "All samples are dropped."
         longer_ones = any(row["too_long"] for row in found)
-        reason = "No sample fits a row of any of these lengths; raise --seq-length." if longer_ones else other
+        reason = "No sample fits a row of the run's alignment; raise --seq-length." if longer_ones else other
         return {"settings": {}, "reasons": [reason]}
     own, best = found[0], _best_length(rows)
     same = [row for row in found if (row["seq_length"], row["multiple"]) == (best["seq_length"], best["multiple"])]
@@ -359,7 +359,11 @@ def recommendation(
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
         f"{_percent(best, 'lost')} of the tokens are in no row; "
-        + (f"rows of {longer} would lose at most {share:.2%}." if longer > row else "limits leave them out."): loses,
+        + (
+            f"rows of {longer} would lose at most {share:.2%}."
+            if longer > row
+            else "no longer row is known to lose less."
+        ): loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
@@ -406,7 +410,7 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     good = [row for row in rows if row["lost"] <= NEGLIGIBLE_LOSS]
     if not good:
         used = [row["fill"] * (1 - row["lost"]) for row in rows]
-        return rows[0] if max(used) <= used[0] + NEGLIGIBLE_FILL else rows[int(np.argmax(used))]
+        return rows[0] if max(used) <= used[0] + 5 * NEGLIGIBLE_FILL else rows[int(np.argmax(used))]
     top = max(row["fill"] for row in good)
     full = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
     best = min(full, key=lambda row: row["seq_length"])

@@ -5,7 +5,8 @@ ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 50 by de
 
 import math
 import os
-from itertools import combinations
+from collections.abc import Iterator
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -171,6 +172,10 @@ def test_subset_sum_finds_the_brute_force_optimum(lengths: list[int], room: int)
         assert room not in {sum(some) for size in range(len(before) + 1) for some in combinations(before, size)}
 
 
+def _subsets(positions: range) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(combinations(positions, size) for size in range(len(positions) + 1))
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=9),
     st.integers(0, 60),
@@ -191,10 +196,26 @@ def test_two_dimensional_subset_sum_finds_the_brute_force_optimum(
         return left * weights[0] / max(room, 1) + unit_left * weights[1] / max(unit_room, 1)
 
     positions = range(len(samples))
-    best = min(waste(subset) for size in range(len(samples) + 1) for subset in combinations(positions, size))
-    chosen = fill_two(lengths, room, units, unit_room, positions, weights=weights, stop_at_full_room=False)
+    best = min(map(waste, _subsets(positions)))
+    offered = [(position, *samples[position]) for position in positions]
+    chosen = fill_two(offered, room, unit_room, weights=weights)
     assert len(set(chosen)) == len(chosen)
     assert waste(chosen) == pytest.approx(best, abs=1e-9)
+    # The first subset within what may stay free, of the shortest prefix, wins; if there is none, nothing is lost.
+    spare = room // 4, unit_room // 4
+    chosen = fill_two(offered, room, unit_room, weights=weights, spare=spare)
+
+    def full(subset: tuple[int, ...] | list[int]) -> bool:
+        left = room - sum(lengths[position] for position in subset)
+        unit_left = unit_room - sum(units[position] for position in subset)
+        return 0 <= left <= spare[0] and 0 <= unit_left <= spare[1]
+
+    prefixes = (size for size in range(len(samples) + 1) if any(map(full, _subsets(range(size)))))
+    if (shortest := next(prefixes, None)) is None:
+        assert waste(chosen) < math.inf
+    else:
+        assert full(chosen)
+        assert max(chosen, default=-1) < shortest
 
 
 @given(problem=limited_problems(), cut=st.integers(0, 60))

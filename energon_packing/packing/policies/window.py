@@ -15,8 +15,10 @@ fall off the end. With a room of 5, the samples 2 and 4 make 0b100000, then 0b10
 or 1).
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,16 +28,26 @@ from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
 from energon_packing.packing.policies import Costs, Groups, Limits, Number, PackingPolicy
 
-# A limit counts as scarce if the window needs at least this share of the packs for it that its tokens need.
+# The oldest samples tell what is scarce. Those that packs leave behind are soon among them, so that what they need
+# counts: asked of all that a long window holds, easy packs come first, and the end of the stream pays for it.
+OLDEST = 64
+# A few videos among them are chance. Less than it is, in standard errors, may not stay free.
+CHANCE = 2.0
+# The most samples that a fit under limits looks at: more make it slower, and hardly better.
+MOST = 256
+# Tokens alone are fitted first if the other limits need at most this share of the packs that tokens need.
 SCARCE = 0.9
-# The greedy fit hands over to the exact fit at this free share: smaller is faster, larger fills better.
-HAND_OVER = 0.25
-# Weight of a sample's size relative to the imbalance that it leaves.
-SIZE_WEIGHT = 0.5
-# Finest resolution of the second cost in the exact fit; the work grows with it.
-LEVELS = 64
-# The longest room, in tokens, that a fit under limits looks at token by token, and the parts into which it cuts others.
+# A pack is full of what is scarce if one part of so many is free.
+FULL = 2048
+# An exact fit has at most so many places, tokens times levels. Of larger packs the oldest samples are taken first,
+# until this share of one of the two is left; what is left of them may differ by a share of it.
+PLACES, HAND_OVER, UNEVEN = 1 << 15, 0.125, 0.3
+# The longest room, in tokens, that is looked at token by token, and the parts into which others are cut.
 LONG_ROOM, ROOM_PARTS = 32_768, 8_192
+# Levels into which a cost is cut that is not a few units.
+LEVELS = 64
+# If more than this share of the tokens may stay free: parts of the room beside few units, and beside so many levels.
+LOOSE, UNIT_PARTS, LEVEL_PARTS, LOOSE_LEVELS = 0.02, 512, 64, 1024
 
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
@@ -80,185 +92,198 @@ def _least_left(reach: int) -> int:
 
 
 def fill_two(
-    lengths: Sequence[int],
+    samples: Iterable[tuple[int, int, int]],
     room: int,
-    units: Sequence[int],
     unit_room: int,
-    positions: Iterable[int],
     *,
-    weights: tuple[float, float],
-    stop_at_full_room: bool,
+    weights: tuple[float, float] = (1.0, 1.0),
+    spare: tuple[int, int] = (0, 0),
 ) -> list[int]:
-    """Subset sum under a second limit: one set of reachable token sums for each amount of the second cost.
+    """Subset sum under a second limit: the first subset that is full, or the one that wastes least if there is none.
 
     Args:
-        lengths, room, positions: as for `fill_exactly`.
-        units: second cost of each sample, small non-negative integers, indexed by position.
-        unit_room: how many units may be used; the work grows with it.
-        weights: penalties for an empty share of the room and of the unit room; the subset with the lowest total wins.
-        stop_at_full_room: True ends the search at the first exact fit in tokens, whatever units it leaves; False
-            continues until both are full.
+        samples: position, length (positive) and units (non-negative) of each, in order of preference; those longer
+            than the room, or of more units than there is room for, are skipped.
+        room, unit_room: what the lengths and the units may sum to; the work grows with their product.
+        weights: penalties for an empty share of the room and of the unit room.
+        spare: room and units that a full pack may leave. Only what is beyond them is waste.
 
     Returns:
-        Positions whose lengths sum to at most ``room`` and whose units sum to at most ``unit_room``.
+        Positions, in no particular order. Among the subsets of the same sums, the one that needs the shortest prefix of
+        ``samples`` wins.
     """
-    lengths, room = _coarse(lengths, room)
-    levels = [0] * (unit_room + 1)
-    levels[0] = 1 << room
-    history: list[list[int]] = []
-    offered: list[int] = []
-    top = 0
-    for position in positions:
-        length, cost = lengths[position], units[position]
-        if length > room or cost > unit_room:
+    spare = min(spare[0], room), min(spare[1], unit_room)
+    # The pairs of room and units left are bits of one integer. Behind the rooms of each number of units there is as
+    # much place again: sums that do not fit fall into it, and are masked.
+    stride = 2 * room + 1
+    valid = _repeated((1 << room + 1) - 1, stride, unit_room + 1)
+    full = _repeated((1 << spare[0] + 1) - 1, stride, spare[1] + 1)
+    reach = 1 << unit_room * stride + room
+    history = [reach]
+    offered: list[tuple[int, int, int]] = []
+    for sample in samples if not reach & full else ():
+        if sample[1] > room or sample[2] > unit_room:
             continue
-        grown = levels.copy()
-        full = False
-        for level in range(min(top, unit_room - cost) + 1):
-            if levels[level] and (moved := levels[level] >> length):
-                grown[level + cost] |= moved
-                full = full or bool(moved & 1)
-        top = min(unit_room, top + cost)
-        history.append(levels)
-        offered.append(position)
-        levels = grown
-        if full and (stop_at_full_room or levels[unit_room] & 1):
+        reach |= reach >> sample[2] * stride + sample[1] & valid
+        history.append(reach)
+        offered.append(sample)
+        if reach & full:
             break
     room_weight, unit_weight = weights[0] / max(room, 1), weights[1] / max(unit_room, 1)
-    ends = [(level, _least_left(reach)) for level, reach in enumerate(levels) if reach]
-    level, left = min(ends, key=lambda end: end[1] * room_weight + (unit_room - end[0]) * unit_weight)
+    best, level, left = (math.inf, math.inf), unit_room, room
+    for unit in range(unit_room + 1):
+        if own := reach >> unit * stride & (1 << room + 1) - 1:
+            least = _least_left(own)
+            beyond = max(least - spare[0], 0) * room_weight + max(unit - spare[1], 0) * unit_weight
+            if (waste := (beyond, least * room_weight + unit * unit_weight)) < best:
+                best, level, left = waste, unit, least
     chosen: list[int] = []
-    for earlier, position in zip(reversed(history), reversed(offered), strict=True):
-        if not earlier[level] >> left & 1:
-            chosen.append(position)
-            level -= units[position]
-            left += lengths[position]
+    taken = len(offered)
+    while left < room or level < unit_room:
+        bit = level * stride + left
+        taken = bisect_left(history, 1, hi=taken, key=lambda reached: reached >> bit & 1) - 1
+        position, length, units = offered[taken]
+        chosen.append(position)
+        left, level = left + length, level + units
     return chosen
 
 
-def _coarse(lengths: Sequence[int], room: int) -> tuple[Sequence[int], int]:
-    """Returns a long room and the lengths in parts of it, rounded so that what fits in parts fits in tokens."""
-    if room <= LONG_ROOM:
-        return lengths, room
-    part = -(-room // ROOM_PARTS)
-    parts = room // part  # what fits alone in tokens fits alone in parts
-    return [min(-(-length // part), parts) if length <= room else parts + 1 for length in lengths], parts
+def _repeated(bits: int, stride: int, times: int) -> int:
+    """`bits` so many times, `stride` apart."""
+    done = 1
+    while done < times:
+        more = min(done, times - done)
+        bits |= (bits & (1 << more * stride) - 1) << done * stride
+        done += more
+    return bits
 
 
 def fill_limited(
-    lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[int | float]], limits: Mapping[str, int | float]
+    lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[Number]], limits: Mapping[str, Number]
 ) -> list[int]:
     """Returns positions of one pack under several limits, in no particular order.
 
-    Position 0 is among them and must fit alone. Each step is used only if the previous one is not enough:
+    Position 0 is among them and must fit alone. What the oldest samples need most packs for, tokens or a limit, is
+    scarce; of the others a pack may leave free what they need less. Each step is used only if the previous one is not
+    enough:
 
     1. Fit tokens alone, oldest first. This suffices if tokens run out first and the fit happens to obey the limits.
-    2. Greedily fit large samples until a set share of the pack is left. The next sample is large in its dominant share
-    and leaves the pack's free shares in proportion to the window's demand, so that tokens and images run out together.
-    3. Fill the rest with an exact two-dimensional subset sum over tokens and the scarcest limit. If the pack breaks a
-    third limit, repeat it with each sample's largest share of any limit as the second cost. Sums of maxima are never
-    below maxima of sums, so this pack obeys all limits.
+    2. An exact subset sum over tokens and the scarcest limit, oldest first. Of large packs, the oldest samples that fit
+    are taken until the rest is small.
+    3. If the pack breaks a third limit, repeat it with each sample's largest share of any limit as the second cost.
+    Sums of maxima are never below maxima of sums, so this pack obeys all limits.
     """
-    names = list(limits)
-    columns = [np.asarray(lengths, dtype=np.float64), *(np.asarray(costs[name], dtype=np.float64) for name in names)]
-    bounds = [float(capacity), *(float(limits[name]) for name in names)]
-    pairs = zip(columns, bounds, strict=True)
-    shares = np.stack([column / bound if bound > 0 else np.where(column > 0, np.inf, 0.0) for column, bound in pairs])
-    fits = (shares <= 1.0).all(axis=0)
-    demand = np.where(fits, shares, 0.0).sum(axis=1)
-    candidates = [position for position in np.flatnonzero(fits).tolist() if position]
-    if (demand[1:] < SCARCE * demand[0]).all():
-        chosen = [0, *fill_exactly(*_coarse(lengths, capacity - lengths[0]), candidates)]
-        if _within(chosen, costs, limits) and capacity - lengths[0] <= LONG_ROOM:
-            return chosen
-        chosen = chosen if _within(chosen, costs, limits) else _greedy(shares, fits, demand)
-    else:
-        chosen = _greedy(shares, fits, demand)
-    while True:  # what the parts of a long room leave of it is filled again, in finer ones
-        long = capacity - sum(lengths[position] for position in chosen) > LONG_ROOM
-        added = _finish(lengths, capacity, costs, limits, chosen, fits, demand)
-        chosen += added
-        if not (added and long):
-            return chosen
+    columns = [lengths, *(costs[name] for name in limits)]
+    bounds = [float(capacity), *(float(limit) for limit in limits.values())]
+    needs = [sum(column[:OLDEST]) / (bound or 1) for column, bound in zip(columns, bounds, strict=True)]
+    second = max(range(1, len(bounds)), key=lambda index: needs[index])
+    fit = _Fit(columns=columns, bounds=bounds, needs=(needs[0], needs[second]), second=second)
+    chosen, room = [0], capacity - lengths[0]
+    if needs[second] < SCARCE * needs[0]:
+        part = -(-room // ROOM_PARTS) if room > LONG_ROOM else 1
+        cut = [_in_parts(length, room, part) for length in lengths] if part > 1 else lengths
+        alone = [0, *fill_exactly(cut, room // part, range(1, len(lengths)))]
+        if min(fit.free(alone)) >= 0:
+            if part == 1:
+                return alone
+            chosen = alone
+    return fit.finished(chosen)
 
 
-def _greedy(shares: np.ndarray, fits: np.ndarray, demand: np.ndarray) -> list[int]:
-    """Step 2. `shares` is ``[1 + limits, N]``, tokens in row 0; `demand` sums it over the samples that fit alone."""
-    chosen = [0]
-    open_ = fits.copy()
-    open_[0] = False
-    left = 1.0 - shares[:, 0]
-    # Only scarce costs must run out together with the tokens; balancing the others would only restrict the choice.
-    scarce = demand >= 0.5 * demand.max()
-    weight = np.where(scarce, demand[scarce].min() / np.where(demand > 0, demand, 1.0), 0.0)[:, None]
-    dominant = shares.max(axis=0)
-    while (left[scarce] > HAND_OVER).all():
-        after = left[:, None] - shares
-        possible = open_ & (after >= 0.0).all(axis=0)
-        if not possible.any():
-            break
-        weighed = (after * weight)[scarce]
-        score = SIZE_WEIGHT * dominant - (weighed.max(axis=0) - weighed.min(axis=0))
-        score[~possible] = -np.inf
-        position = int(score.argmax())
-        chosen.append(position)
-        open_[position] = False
-        left = after[:, position]
-    return chosen
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fit:
+    """Steps 2 and 3 for samples of these costs, `columns` ``[1 + limits][N]``, tokens first. `needs` are the packs that
+    the oldest samples need for tokens and for the `second` resource, the scarcest limit."""
 
+    columns: Sequence[Sequence[Number]]
+    bounds: Sequence[float]
+    needs: tuple[float, float]
+    second: int
 
-def _finish(
-    lengths: Sequence[int],
-    capacity: int,
-    costs: Mapping[str, Sequence[int | float]],
-    limits: Mapping[str, int | float],
-    chosen: list[int],
-    fits: np.ndarray,
-    demand: np.ndarray,
-) -> list[int]:
-    """Step 3: what to add to `chosen`."""
-    room = capacity - sum(lengths[position] for position in chosen)
-    rest = {name: limits[name] - sum(costs[name][position] for position in chosen) for name in limits}
-    taken = set(chosen)
-    candidates = [
-        position
-        for position in np.flatnonzero(fits).tolist()
-        if position not in taken
-        and lengths[position] <= room
-        and all(costs[name][position] <= rest[name] for name in limits)
-    ]
-    if not candidates:
-        return []
-    scarcest = max(range(len(limits)), key=lambda index: float(demand[1 + index]))
-    name = list(limits)[scarcest]
-    weights = (float(demand[0]), float(demand[1 + scarcest]))
-    stop = weights[1] < SCARCE * weights[0]
-    units, unit_room = _units(costs[name], rest[name], candidates)
-    added = fill_two(lengths, room, units, unit_room, candidates, weights=weights, stop_at_full_room=stop)
-    if _within(chosen + added, costs, limits):
+    def free(self, chosen: Iterable[int]) -> list[float]:
+        """What a pack leaves of each resource."""
+        pairs = zip(self.columns, self.bounds, strict=True)
+        return [bound - sum(column[position] for position in chosen) for column, bound in pairs]
+
+    def finished(self, chosen: list[int]) -> list[int]:
+        """The pack that begins with the samples `chosen`."""
+        spare, limit = self._spare(), self.bounds[self.second]
+        units, loose = set(map(type, self.columns[self.second][:MOST])) == {int}, spare[0] > LOOSE
+        levels, parts = LEVELS, ROOM_PARTS
+        if loose:
+            levels, parts = (LEVELS, UNIT_PARTS) if units and limit <= LEVELS else (LOOSE_LEVELS, LEVEL_PARTS)
+        if len(chosen) == 1:
+            chosen = self._oldest(
+                lambda free: min(free[0], parts) * (min(free[self.second], levels) if units else levels)
+            )
+        while True:
+            left = self.free(chosen)[self.second]
+            added = self._added(chosen, parts, int(left) if units and left <= levels else levels, spare)
+            chosen = chosen + added
+            # What the parts of a long room leave of it is filled again, in finer ones.
+            if loose or not added or self.free(chosen)[0] <= LONG_ROOM:
+                return chosen
+
+    def _spare(self) -> tuple[float, float]:
+        """The shares of a pack that may stay free of tokens and of the second: what it surely needs less."""
+        limit, top = self.bounds[self.second] or 1, max(self.needs)
+        pairs = zip(self.columns[0][:OLDEST], self.columns[self.second], strict=False)
+        apart = [length / self.bounds[0] - cost / limit for length, cost in pairs]
+        mean = sum(apart) / len(apart)
+        chance = CHANCE * math.sqrt(sum((each - mean) ** 2 for each in apart)) / top
+        return max(1 - self.needs[0] / top - chance, 0.0), max(1 - self.needs[1] / top - chance, 0.0)
+
+    def _oldest(self, places: Callable[[Sequence[float]], float]) -> list[int]:
+        """The oldest samples that use up both resources evenly, until what is left has few places."""
+        room, limit, second = self.bounds[0], self.bounds[self.second] or 1, self.second
+        wanted, other = (need / max(self.needs) or 1 for need in self.needs)
+        chosen, free, uneven = [0], self.free([0]), 0.0
+        for position in range(1, min(len(self.columns[0]), MOST)):
+            if places(free) <= PLACES or min(free[0] / room, free[second] / limit) <= HAND_OVER:
+                break
+            after = [left - column[position] for column, left in zip(self.columns, free, strict=True)]
+            if min(after) < 0:
+                continue
+            shares = after[0] / room, after[second] / limit
+            # Of what is wanted of each, the share that is still to come; beyond it, a pack may stay empty.
+            apart = abs((shares[0] - 1) / wanted - (shares[1] - 1) / other)
+            if apart <= max(uneven, UNEVEN * min(shares)):
+                chosen.append(position)
+                free, uneven = after, apart
+        return chosen
+
+    def _added(self, chosen: list[int], parts: int, levels: int, spare: tuple[float, float]) -> list[int]:
+        """What to add to `chosen`: tokens are cut into at most so many parts, the second into levels."""
+        free, taken, limit = self.free(chosen), set(chosen), self.bounds[self.second] or 1
+        room, left = int(free[0]), free[self.second]
+        part = max(-(-room // parts), 1)
+        pairs = list(zip(self.columns, free, strict=True))
+        weights = self.needs[0] * room / self.bounds[0], self.needs[1] * left / limit
+        tokens, second = self.columns[0], self.columns[self.second]
+
+        def largest(position: int) -> float:
+            return max((column[position] / left for column, left in pairs[1:] if left > 0), default=0.0)
+
+        added: list[int] = []
+        for cost, most in ((second.__getitem__, left), (largest, 1.0)):
+            by = levels / (most or 1)
+            samples = (
+                (position, _in_parts(int(tokens[position]), room, part), math.ceil(cost(position) * by))
+                for position in range(1, min(len(tokens), MOST))
+                if position not in taken and all(column[position] <= left for column, left in pairs)
+            )
+            # Of the second, whose units may be few, twice what is needed less may stay free.
+            most_free = int(max(spare[0], 1 / FULL) * self.bounds[0]) // part, math.ceil(2 * spare[1] * limit * by)
+            added = fill_two(samples, room // part, levels, weights=weights, spare=most_free)
+            if min(self.free(chosen + added)) >= 0:
+                break
+            levels = LEVELS
         return added
-    largest = [0.0] * len(lengths)
-    for position in candidates:
-        largest[position] = max(
-            (costs[limit][position] / rest[limit] for limit in limits if rest[limit] > 0), default=0.0
-        )
-    units, unit_room = _units(largest, 1.0, candidates)
-    return fill_two(lengths, room, units, unit_room, candidates, weights=weights, stop_at_full_room=stop)
 
 
-def _units(values: Sequence[int | float], room: int | float, positions: list[int]) -> tuple[list[int], int]:
-    """Converts a cost to small integers, rounded up so that units within the unit room mean costs within the room."""
-    units = [0] * len(values)
-    if room <= 0:
-        return units, 0
-    exact = room <= LEVELS and all(float(values[position]).is_integer() for position in positions)
-    for position in positions:
-        units[position] = int(values[position]) if exact else -int(-values[position] * LEVELS // room)
-    return units, int(room) if exact else LEVELS
-
-
-def _within(chosen: list[int], costs: Mapping[str, Sequence[int | float]], limits: Mapping[str, int | float]) -> bool:
-    return all(sum(costs[name][position] for position in chosen) <= limit for name, limit in limits.items())
+def _in_parts(length: int, room: int, part: int) -> int:
+    """A length in parts of a room, rounded so that what fits in parts fits in tokens, and what fits alone does."""
+    return min(-(-length // part), room // part) if length <= room else room + 1
 
 
 def select_from_window(lengths: Sequence[int], capacity: int, costs: Costs = None, limits: Limits = None) -> list[int]:

@@ -208,7 +208,7 @@ class _Fit:
     def finished(self, chosen: list[int]) -> list[int]:
         """The pack that begins with the samples `chosen`."""
         spare, limit = self._spare(), self.bounds[self.second]
-        units, loose = set(map(type, self.columns[self.second][:MOST])) == {int}, spare[0] > LOOSE
+        units, loose = set(map(type, self.columns[self.second][:MOST])) <= {int, np.int64}, spare[0] > LOOSE
         levels, parts = LEVELS, ROOM_PARTS
         if loose:
             levels, parts = (LEVELS, UNIT_PARTS) if units and limit <= LEVELS else (LOOSE_LEVELS, LEVEL_PARTS)
@@ -220,8 +220,8 @@ class _Fit:
             left = self.free(chosen)[self.second]
             added = self._added(chosen, parts, int(left) if units and left <= levels else levels, spare)
             chosen = chosen + added
-            # What the parts of a long room leave of it is filled again, in finer ones.
-            if loose or not added or self.free(chosen)[0] <= LONG_ROOM:
+            # What the parts of a room leave of it is filled again, in finer ones.
+            if loose or not added or self.free(chosen)[0] <= self.bounds[0] / FULL:
                 return chosen
 
     def _spare(self) -> tuple[float, float]:
@@ -237,26 +237,29 @@ class _Fit:
         """The oldest samples that use up both resources evenly, until what is left has few places."""
         room, limit, second = self.bounds[0], self.bounds[self.second] or 1, self.second
         wanted, other = (need / max(self.needs) or 1 for need in self.needs)
-        chosen, free, uneven = [0], self.free([0]), 0.0
+
+        def apart(free: Sequence[float]) -> float:
+            """How unlike the shares are that are still to come of each; what is not wanted may stay empty."""
+            return abs((free[0] / room - 1) / wanted - (free[second] / limit - 1) / other)
+
+        chosen, free = [0], self.free([0])
+        uneven = apart(free)
         for position in range(1, min(len(self.columns[0]), MOST)):
             if places(free) <= PLACES or min(free[0] / room, free[second] / limit) <= HAND_OVER:
                 break
             after = [left - column[position] for column, left in zip(self.columns, free, strict=True)]
-            if min(after) < 0:
-                continue
-            shares = after[0] / room, after[second] / limit
-            # Of what is wanted of each, the share that is still to come; beyond it, a pack may stay empty.
-            apart = abs((shares[0] - 1) / wanted - (shares[1] - 1) / other)
-            if apart <= max(uneven, UNEVEN * min(shares)):
-                chosen.append(position)
-                free, uneven = after, apart
+            if min(after) >= 0:
+                most = max(uneven, UNEVEN * min(after[0] / room, after[second] / limit))
+                if (then := apart(after)) <= most:
+                    chosen.append(position)
+                    free, uneven = after, then
         return chosen
 
     def _added(self, chosen: list[int], parts: int, levels: int, spare: tuple[float, float]) -> list[int]:
         """What to add to `chosen`: tokens are cut into at most so many parts, the second into levels."""
         free, taken, limit = self.free(chosen), set(chosen), self.bounds[self.second] or 1
         room, left = int(free[0]), free[self.second]
-        part = max(-(-room // parts), 1)
+        part = max(-(-room // min(parts, 2 * PLACES // max(levels, 1))), 1)
         pairs = list(zip(self.columns, free, strict=True))
         weights = self.needs[0] * room / self.bounds[0], self.needs[1] * left / limit
         tokens, second = self.columns[0], self.columns[self.second]

@@ -267,13 +267,15 @@ class _Fit:
         def largest(position: int) -> float:
             return max((column[position] / left for column, left in pairs[1:] if left > 0), default=0.0)
 
+        others = [(column, left) for at, (column, left) in enumerate(pairs) if at not in (0, self.second)]
         added: list[int] = []
         for cost, most in ((second.__getitem__, left), (largest, 1.0)):
-            by = levels / (most or 1)
+            levels, by = (levels, levels / most) if most > 0 else (0, 1.0)
             samples = (
-                (position, _in_parts(int(tokens[position]), room, part), math.ceil(cost(position) * by))
+                (position, min(-(-int(tokens[position]) // part), room // part), math.ceil(cost(position) * by))
                 for position in range(1, min(len(tokens), MOST))
-                if position not in taken and all(column[position] <= left for column, left in pairs)
+                if tokens[position] <= room and position not in taken
+                if not others or all(column[position] <= left for column, left in others)
             )
             # Of the second, whose units may be few, twice what is needed less may stay free.
             most_free = int(max(spare[0], 1 / FULL) * self.bounds[0]) // part, math.ceil(2 * spare[1] * limit * by)

@@ -11,6 +11,7 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.packing import (
     Constraints,
     WindowPacker,
+    check_groups,
     drain_window,
     lower_bound,
     pack_lengths,
@@ -19,6 +20,7 @@ from energon_packing.packing import (
 )
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.policies import window
+from energon_packing.packing.policies.best_fit import pack_limited
 
 
 def _mix(count: int, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
@@ -39,6 +41,41 @@ def test_a_window_of_256_reaches_the_bound_on_a_multimodal_mix() -> None:
     lengths, _ = _mix(20_000)
     groups = pack_lengths(lengths, 32768, "window", window=256)
     assert len(groups) <= 1.0005 * lower_bound(lengths, 32768) + 1
+
+
+TILED = [(18, 6016), (24, 8192), (48, 16384), (18, 5000), (60, 16384), (18, 5600)]
+
+
+def tiled(count: int, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and tiles as InternVL cuts images: the histograms of OmniBal's published lists, roughly."""
+    random = np.random.default_rng(seed)
+    tiles = random.choice([1, 3, 4, 5], count, p=[0.09, 0.34, 0.01, 0.56])
+    text = np.clip(random.lognormal(4.6, 0.7, count), 33, 1258).astype(np.int64)
+    return 256 * tiles + text, tiles
+
+
+@pytest.mark.parametrize(("tile_limit", "capacity"), TILED)
+def test_packs_under_two_limits_are_at_the_bound_and_a_larger_window_is_never_worse(
+    tile_limit: int, capacity: int
+) -> None:
+    tokens, tiles = tiled(3_000)
+    constraints = {"tiles": (tiles, tile_limit)}
+    bound = lower_bound(tokens, capacity, Constraints.from_pairs(constraints, tokens.size))
+    counts = [
+        len(pack_lengths(tokens, capacity, "window", constraints=constraints, window=held)) for held in (64, 256, 1024)
+    ]
+    assert counts[0] <= 1.003 * bound + 1
+    assert max(counts[1:]) <= 1.0005 * bound + 1
+    assert counts[2] <= counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize(("tile_limit", "capacity"), TILED)
+def test_a_long_list_under_two_limits_is_packed_at_the_bound(tile_limit: int, capacity: int) -> None:
+    tokens, tiles = tiled(70_000)
+    constraints = Constraints(costs={"tiles": tiles}, limits={"tiles": tile_limit})
+    packs = pack_limited(tokens, capacity, constraints)
+    check_groups(packs, tokens, capacity, constraints)
+    assert len(packs) <= 1.0007 * lower_bound(tokens, capacity, constraints) + 2
 
 
 def test_with_three_limits_at_once_the_window_stays_within_eight_percent_of_the_bound() -> None:

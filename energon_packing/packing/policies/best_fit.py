@@ -5,8 +5,9 @@ Measured: the packs of textbook best-fit decreasing, 99.9-100 % of the bound's f
 
 With limits other than tokens, this becomes vector bin packing. Best-fit decreasing by the largest share then wastes
 20-30 % of the packs (measured on multimodal mixes with limited images), because it fills packs with one resource and
-leaves them empty in the other. `pack_lengths` therefore packs as ``window`` does, 1-4 % above the bound, and a plan,
-which has millions of samples, by `pack_limited`:
+leaves them empty in the other. `pack_lengths` therefore packs as ``window`` does, and a plan, which has millions of
+samples, by `pack_limited`. Where samples are much alike (tiles of one size), ``window`` packs one of each run of equals
+for all of it. Otherwise:
 
 1. There are as many packs as the lower bound says. Samples that cost something scarce, and large ones, go to the packs
 with the most room left: the largest first, each by the limit of which it uses the largest share (longest processing
@@ -17,6 +18,7 @@ for a part that is kept for the gaps.
 3. All others, mostly plain text, fill the gaps: best-fit decreasing by tokens, into packs that are partly full.
 4. Samples that found no place and those of packs over a limit are packed anew, in the company of good packs: some of
 all, and those that waste room of the scarcest limit. What is left after a few times is packed by ``window``.
+5. If that is more than 0.2 % over the bound, ``window`` packs the whole list, too, and the fewer packs count.
 
 Measured (`scripts/bench.py offline plan`): the packs of the bound where media are limited, 0.08 % more where patches,
 images and samples are limited together, in about a microsecond per sample and limit. Where nearly all samples cost
@@ -25,7 +27,6 @@ something of a limit that is as scarce as tokens, step 4 gets most samples: the 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,21 +58,69 @@ WASTED = 0.01
 """A pack with more room than this share of the scarcest limit wastes it, and is packed anew too."""
 TIMES = 3
 """How often what did not fit is packed anew."""
-WINDOW = 1024
-"""Samples that the policy ``window`` holds; more would be slower and fill hardly better."""
+WINDOW = 256
+"""Samples that the policy ``window`` holds; it looks at no more."""
+LEAST, MOST_COPIES, ROUNDED = 8_192, 64, 1e-4
+"""Of long lists, so many samples at least are packed, each for so many that are alike: all as large as the largest of
+them, which adds this share at most."""
+ENOUGH = 1.002
+"""Packs over the bound that are good enough; if there are more, ``window`` packs the list too."""
 
 
-def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, times: int = TIMES) -> PackGroups:
+def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints) -> PackGroups:
     """Packs samples that fit alone; returns groups of indices, each ascending, ordered by their smallest index.
 
     Args:
         units: ``[N]`` int64, alignment units of each sample.
         capacity: units of a pack.
         constraints: the other limits, over the same samples.
-        times: how often what did not fit may be packed anew.
     """
     if units.size == 0:
         return PackGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    if (copied := _in_copies(units, capacity, constraints)) is not None:
+        return copied
+    packs = _spread(units, capacity, constraints, TIMES)
+    if len(packs) <= ENOUGH * lower_bound(units, capacity, constraints):
+        return packs
+    numbers = _numbers(pack_window(units, capacity, constraints, window=WINDOW, seed=0))
+    return min(packs, PackGroups.of(numbers), key=len)
+
+
+def _in_copies(units: np.ndarray, capacity: int, constraints: Constraints) -> PackGroups | None:
+    """Packs a long list of samples that are alike in runs: one of each run as all of it, as large as its largest. Those
+    of packs that waste more than most, and what is left over, are packed by themselves. None if they are too unlike."""
+    columns, bounds = [units, *constraints.costs.values()], [capacity, *constraints.limits.values()]
+    order, copies = np.lexsort(columns), min(units.size // LEAST, MOST_COPIES)
+    while copies > 1:
+        runs = order[: order.size // copies * copies].reshape(-1, copies)
+        largest = [column[runs].max(axis=1) for column in columns]
+        if all(
+            large.sum() * copies <= (1 + ROUNDED) * column[runs].sum()
+            for large, column in zip(largest, columns, strict=True)
+        ):
+            break
+        copies //= 2
+    else:
+        return None
+    drawn = np.random.default_rng(0).permutation(len(runs))
+    tokens, *costs = (large[drawn] for large in largest)
+    part = Constraints(costs=dict(zip(constraints.costs, costs, strict=True)), limits=constraints.limits)
+    flat, at = flatten(pack_window(tokens, capacity, part, window=WINDOW, seed=0))
+    shares = [np.add.reduceat(column[flat], at) / bound for column, bound in zip((tokens, *costs), bounds, strict=True)]
+    used, sizes = max(shares, key=np.sum), np.diff(at, append=flat.size)
+    good = used >= np.median(used) - WASTED / 10
+    number = np.full(len(runs), -1)
+    number[drawn[flat]] = np.repeat(np.where(good, np.cumsum(good) - 1, -1), sizes)
+    packs = np.full(units.size, -1, dtype=np.int64)
+    packs[runs] = np.where(number[:, None] < 0, -1, number[:, None] * copies + np.arange(copies))
+    left = np.random.default_rng(1).permutation(np.flatnonzero(packs < 0))
+    rest = pack_window(units[left], capacity, constraints.take(left), window=WINDOW, seed=0)
+    packs[left] = copies * int(good.sum()) + _numbers(rest)
+    return PackGroups.of(packs)
+
+
+def _spread(units: np.ndarray, capacity: int, constraints: Constraints, times: int) -> PackGroups:
+    """Steps 1 to 4; ``times``: how often what did not fit may be packed anew."""
     columns = np.stack([units, *constraints.costs.values()], axis=1)
     bounds = np.array([capacity, *(constraints.limits[name] for name in constraints.costs)])
     packs = _Packs(
@@ -84,16 +133,21 @@ def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, 
     again = _unfit(packs, bounds, company=times > 0)
     if again.size:
         part = constraints.take(again)
-        left: Sequence[np.ndarray]
         if times and again.size < units.size:
-            left = pack_limited(units[again], capacity, part, times=times - 1)
+            left: Groups = _spread(units[again], capacity, part, times - 1)
         else:
             left = pack_window(units[again], capacity, part, window=WINDOW, seed=0)
-        flat, starts = flatten(left)
-        first = int(packs.pack.max()) + 1
-        packs.pack[again[flat]] = first + np.repeat(np.arange(len(left)), np.diff(starts, append=flat.size))
+        packs.pack[again] = int(packs.pack.max()) + 1 + _numbers(left)
     used = np.bincount(packs.pack) > 0  # what was packed anew has left empty packs
     return PackGroups.of((np.cumsum(used) - 1)[packs.pack])
+
+
+def _numbers(groups: Groups) -> np.ndarray:
+    """The number of the pack of each sample, ``[N]`` int64."""
+    flat, starts = flatten(groups)
+    numbers = np.empty(flat.size, dtype=np.int64)
+    numbers[flat] = np.repeat(np.arange(starts.size), np.diff(starts, append=flat.size))
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

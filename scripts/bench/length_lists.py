@@ -142,8 +142,8 @@ def look_alike(samples: int = LOOK_ALIKE_SAMPLES, seed: int = 0) -> LengthList:
     drawn = [np.zeros((2, 0), dtype=np.int64)]
     for (tiles, _, quantiles), count in zip(LOOK_ALIKE, counts.tolist(), strict=True):
         known = np.log([int(length) for length in quantiles.split()])
-        text = np.exp(np.interp((np.arange(count) + 0.5) / count * 100, LOOK_ALIKE_QUANTILES, known))
-        drawn.append(np.stack([np.round(text).astype(np.int64) + 256 * tiles, np.full(count, tiles)]))
+        text = np.exp(np.interp(np.linspace(0, 100, count), LOOK_ALIKE_QUANTILES, known))
+        drawn.append(np.stack([np.floor(text + 1e-6).astype(np.int64) + 256 * tiles, np.full(count, tiles)]))
     lengths, images = np.random.default_rng(seed).permutation(np.concatenate(drawn, axis=1), axis=1)
     return LengthList(name="look-alike", lengths=lengths, images=images, capacity=0)
 

@@ -51,7 +51,9 @@ SEARCH_PATH = os.pathsep.join(map(str, (_ROOT, _ROOT / "scripts", _ROOT / "tests
 def first_fit(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
     """A policy: each sample, in order, goes into the first pack that holds it; all packs stay open."""
     costs = np.stack([lengths, *constraints.costs.values()], axis=1).astype(np.float64)
-    left = np.tile([capacity, *map(float, constraints.limits.values())], (lengths.size, 1))  # the first is never full
+    left = np.tile(
+        np.array([capacity, *constraints.limits.values()], np.float64), (lengths.size, 1)
+    )  # the first is never full
     members: list[list[int]] = []
     for index, cost in enumerate(costs):
         pack = int((left[: len(members) + 1] >= cost).all(axis=1).argmax())

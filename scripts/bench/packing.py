@@ -302,7 +302,7 @@ def _tile_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     lists = [look_alike(min(given.samples, LOOK_ALIKE_SAMPLES), given.seed)]
     if given.omnibal is not None:
         lists.insert(0, omnibal_list(given.omnibal / "data" / "vision", given.seed).first(given.samples))
-    checkouts = dict(zip(tiles.PROGRAMS, (given.omnibal, given.loongforge), strict=True))
+    checkouts = {name: vars(given)[option.strip("-")] for name, option in tiles.PROGRAMS.items()}
     yield from tiles.run(lists, checkouts, windows=given.windows or tiles.WINDOWS)
 
 

@@ -6,6 +6,7 @@ from their checkouts, in a process of their own: ``python -m bench.tiles PROGRAM
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -41,8 +45,16 @@ PATCHES = 1024
 """Patches of a tile of 448 pixels."""
 ITERATIONS, SEED, MARGIN = 50, 1024, 128
 """Of OmniBal's search: its ``test_balanced_dynamic_batch.py`` and the defaults of its ``BalancedDataset``."""
-PROGRAMS = {"OmniBal's search": "--omnibal", "LoongForge's best fit": "--loongforge"}
+PROGRAMS = {
+    "OmniBal's search": "--omnibal",
+    "LoongForge's best fit": "--loongforge",
+    "LoongForge's all-to-all": "--loongforge",  # of the packs of its best fit
+}
+LONGEST = 1.2
+"""Tokens of a rank after LoongForge's all-to-all, compared with the mean: its ``--dp-balance-max-len-ratio-vlm``."""
 Groups = Sequence[np.ndarray]
+Made = tuple[Groups, float, dict[str, Any]]
+"""Packs, seconds of CPU (0 if they are to be measured from outside), and figures that the packs alone do not give."""
 
 
 def run(
@@ -69,7 +81,7 @@ def run(
                 row: dict[str, Any] = {"list": given.name, "tiles": most, "tokens": capacity, "packer": name}
                 start = time.process_time()
                 try:
-                    packs, seconds = pack()
+                    packs, seconds, more = pack()
                 except UserError as error:
                     yield row | {"error": str(error)}
                     continue
@@ -78,28 +90,29 @@ def run(
                 yield (
                     row
                     | figures(given, packs, most, capacity, window)
+                    | more
                     | {"us": round(seconds / given.lengths.size * 1e6, 1)}
                 )
 
 
 def _packers(
     given: LengthList, most: int, capacity: int, checkouts: Mapping[str, Path | None], windows: Sequence[int]
-) -> dict[str, Callable[[], tuple[Groups, float]]]:
+) -> dict[str, Callable[[], Made]]:
     pairs = {"tiles": (given.images, most)}
     constraints = Constraints.from_pairs(pairs, given.lengths.size)
 
-    def ours(policy: Any, window: int = 1) -> tuple[Groups, float]:
-        return pack_lengths(given.lengths, capacity, policy, constraints=pairs, window=window), 0.0
+    def ours(policy: Any, window: int = 1) -> Made:
+        return pack_lengths(given.lengths, capacity, policy, constraints=pairs, window=window), 0.0, {}
 
-    def planned() -> tuple[Groups, float]:
+    def planned() -> Made:
         start = time.process_time()
         packs = pack_limited(given.lengths, capacity, constraints)
         seconds = time.process_time() - start
         costs = [pack_cost(given.lengths[pack], patches=PATCHES * int(given.images[pack].sum())) for pack in packs]
         order = balanced_order(np.array(costs), group=max(RANKS), before=np.zeros(0), seed=[0])
-        return [packs[at] for at in order.tolist()], seconds
+        return [packs[at] for at in order.tolist()], seconds, {}
 
-    packers: dict[str, Callable[[], tuple[Groups, float]]] = {
+    packers: dict[str, Callable[[], Made]] = {
         **{f"`window` {window} held": partial(ours, "window", window) for window in windows},
         "a plan": planned,
         **{name: partial(other, name, checkouts.get(name), given, most, capacity) for name in PROGRAMS},
@@ -142,8 +155,8 @@ def figures(given: LengthList, packs: Groups, most: int, capacity: int, window: 
     return found | {"broken": int((sums > bounds).any(axis=1).sum())}
 
 
-def other(name: str, checkout: Path | None, given: LengthList, most: int, capacity: int) -> tuple[Groups, float]:
-    """Packs of another project's program, shuffled, and its seconds of CPU. Raises UserError: it is not there, fails,
+def other(name: str, checkout: Path | None, given: LengthList, most: int, capacity: int) -> Made:
+    """Packs of another project's program, shuffled. Raises UserError: it is not there, fails,
     or loses samples."""
     if checkout is None:
         raise UserError(f"skipped; {PROGRAMS[name]} names its checkout")
@@ -156,11 +169,17 @@ def other(name: str, checkout: Path | None, given: LengthList, most: int, capaci
         if done.returncode:
             raise UserError((done.stderr.strip().splitlines() or ["it failed"])[-1])
         with np.load(file) as made:
-            pack, seconds = made["pack"], float(made["seconds"])
+            pack, seconds, waiting = made["pack"], float(made["seconds"]), json.loads(str(made["waiting"]))
     if pack.min() < 0:
         raise UserError(f"it lost {int((pack < 0).sum())} samples")
+    more = {f"{what}_{ranks}": round(share, 5) for what, ranks, share in waiting}
+    return shuffled(pack), seconds, more
+
+
+def shuffled(pack: np.ndarray) -> Groups:
+    """The packs of which `pack` ``[N]`` are the numbers, in random order."""
     packs = PackGroups.of(pack)
-    return [packs[at] for at in np.random.default_rng(0).permutation(len(packs)).tolist()], seconds
+    return [packs[at] for at in np.random.default_rng(0).permutation(len(packs)).tolist()]
 
 
 def omnibal(checkout: Path, lengths: list[int], images: list[int], most: int, capacity: int) -> Sequence[Sequence[int]]:
@@ -184,20 +203,56 @@ def loongforge(
     return [[int(name) for name in box["name"]] for box in boxes]
 
 
+def all_to_all(
+    checkout: Path, packs: Groups, lengths: np.ndarray, images: np.ndarray
+) -> Iterator[tuple[str, int, float]]:
+    """(max - mean) / max of tiles and tokens after LoongForge's solver has moved tiles, and samples, between the ranks
+    of each step; its default trigger would leave those that are even within 20 %. It gets no process groups,
+    arguments and models: modules that only those need are replaced."""
+    import torch
+
+    home = "loongforge.data.dp_balance.rebalance"
+    absent = [f"{home}.{name}" for name in ("pack", "reconstruct", "warmup")]
+    absent += ["loongforge.utils", "megatron", "megatron.core", "megatron.training"]
+    with mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in absent}):
+        spec = spec_from_file_location("balance", checkout / f"{home.replace('.', '/')}/balance.py")
+        assert spec is not None
+        assert spec.loader is not None
+        solver: Any = module_from_spec(spec)
+        spec.loader.exec_module(solver)
+    solver.get_args = lambda: SimpleNamespace(dp_balance_trigger_threshold_vit=0, dp_balance_trigger_threshold_vlm=0)
+    solver.dist = mock.MagicMock(get_rank=lambda _: 0)
+    for ranks in RANKS:
+        solver.get_dp_group_by_device = lambda _, ranks=ranks: mock.MagicMock(size=lambda: ranks)
+        shares: dict[str, list[float]] = {"vision": [], "language": []}
+        for at in range(0, len(packs) // ranks * ranks, ranks):
+            step = packs[at : at + ranks]
+            tiles = [np.ones(images[pack].sum(), dtype=np.int64) for pack in step]
+            for what, items in (("vision", tiles), ("language", [lengths[pack] for pack in step])):
+                rank = torch.tensor(np.repeat(np.arange(ranks), [*map(len, items)]))
+                options = {"pack_len_ratio": None, "caller": "ViT"} if what == "vision" else {"pack_len_ratio": LONGEST}
+                moved = (torch.tensor(np.concatenate(items)), torch.arange(len(rank)), rank)
+                _, costs = solver.solve_sample_dp_reorder_plan(*moved, cost_fn=float, **options)
+                shares[what].append(1 - sum(costs) / ranks / max(costs))
+        yield from ((what, ranks, float(np.mean(each))) for what, each in shares.items() if each)
+
+
 def main(argv: Sequence[str]) -> int:
     """Packs the list in a file, in the process that `other` starts, and writes the pack of each sample into it."""
     name, checkout, file = argv
     with np.load(file) as arrays:
         lengths, images, limits = (arrays[each].tolist() for each in ("lengths", "images", "limits"))
     with redirect_stdout(sys.stderr):
-        program = dict(zip(PROGRAMS, (omnibal, loongforge), strict=True))[name]
+        program = dict(zip(PROGRAMS, (omnibal, loongforge, loongforge), strict=True))[name]
         start = time.process_time()
         groups = program(Path(checkout), lengths, images, *limits)
         seconds = time.process_time() - start
     pack = np.full(len(lengths), -1)
     for number, group in enumerate(groups):
         pack[group] = number
-    np.savez(file, pack=pack, seconds=seconds)
+    balanced = name.endswith("all-to-all") and pack.min() >= 0
+    waiting = [*all_to_all(Path(checkout), shuffled(pack), np.array(lengths), np.array(images))] if balanced else []
+    np.savez(file, pack=pack, seconds=seconds, waiting=json.dumps(waiting))
     return 0
 
 

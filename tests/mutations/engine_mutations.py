@@ -7,6 +7,7 @@ ENGINE_TRAPS = {
     103: "packs are over a limit, make ranks wait, or differ by processor, and nobody says so",
     104: "a task whose worker died is lost, or is not tried again",
     201: "choosing packs under limits takes longer the longer the rows are, until it holds a training step back",
+    248: "easy packs are made first under two limits, and what is scarce is left for packs that waste it",
     202: "the images of a pack take more memory with their padding than any limit counts",
 }
 
@@ -16,6 +17,7 @@ LONG_ROWS = (
     "tests/packing/test_window.py::"
     "test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do[images scarce]"
 )
+TWO_LIMITS = "tests/packing/test_window.py::test_"
 PADDED = "tests/energon/test_padded_pixels.py::"
 EXECUTORS = "tests/executors/test_executors.py::"
 
@@ -136,14 +138,48 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="under limits every token of a long row is a place of its own",
         test=LONG_ROWS,
         oracle="the same list at 8,192 tokens",
-        edits=(("packing/policies/window.py", "    if room <= LONG_ROOM:", "    if True:"),),
+        edits=(
+            ("packing/policies/window.py", "-(-room // min(parts, 2 * PLACES // max(levels, 1)))", "1"),
+            (
+                "packing/policies/window.py",
+                "LONG_ROOM, ROOM_PARTS = 32_768, 8_192",
+                "LONG_ROOM, ROOM_PARTS = 1 << 30, 1 << 30",
+            ),
+        ),
     ),
     Mutation(
         trap=201,
         name="lengths are rounded down to parts of a long row",
         test=LONG_ROWS,
         oracle="the capacity",
-        edits=(("packing/policies/window.py", "min(-(-length // part), parts)", "min(length // part, parts)"),),
+        edits=(
+            (
+                "packing/policies/window.py",
+                "min(-(-int(tokens[position]) // part)",
+                "min(int(tokens[position]) // part",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=248,
+        name="what is scarce is asked of all that is held, not of the oldest",
+        test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[24-8192]",
+        oracle="the lower bound",
+        edits=(("packing/policies/window.py", "OLDEST = 64", "OLDEST = 1 << 20"),),
+    ),
+    Mutation(
+        trap=248,
+        name="tokens may not stay free where tiles are scarce",
+        test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[18-6016]",
+        oracle="the lower bound",
+        edits=(("packing/policies/window.py", "max(1 - self.needs[0] / top - chance, 0.0)", "0.0"),),
+    ),
+    Mutation(
+        trap=248,
+        name="samples that are alike are packed as if they were as small as the smallest",
+        test=TWO_LIMITS + "a_long_list_under_two_limits_is_packed_at_the_bound[18-6016]",
+        oracle="the capacity",
+        edits=(("packing/policies/best_fit.py", "column[runs].max(axis=1)", "column[runs].min(axis=1)"),),
     ),
     Mutation(
         trap=202,

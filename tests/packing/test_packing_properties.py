@@ -3,6 +3,7 @@
 ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 50 by default, 10,000 before a release.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from itertools import chain, combinations

@@ -63,6 +63,8 @@ WINDOW = 256
 LEAST, MOST_COPIES, ROUNDED = 8_192, 64, 1e-4
 """Of long lists, so many samples at least are packed, each for so many that are alike: all as large as the largest of
 them, which adds this share at most."""
+NEARLY = 0.98
+"""A limit that needs more than this share of the packs that the scarcest needs is scarce, too."""
 ENOUGH = 1.002
 """Packs over the bound that are good enough; if there are more, ``window`` packs the list too."""
 
@@ -106,8 +108,10 @@ def _in_copies(units: np.ndarray, capacity: int, constraints: Constraints) -> Pa
     tokens, *costs = (large[drawn] for large in largest)
     part = Constraints(costs=dict(zip(constraints.costs, costs, strict=True)), limits=constraints.limits)
     flat, at = flatten(pack_window(tokens, capacity, part, window=WINDOW, seed=0))
-    shares = [np.add.reduceat(column[flat], at) / bound for column, bound in zip((tokens, *costs), bounds, strict=True)]
-    used, sizes = max(shares, key=np.sum), np.diff(at, append=flat.size)
+    pairs = zip((tokens, *costs), bounds, strict=True)
+    shares = np.stack([np.add.reduceat(column[flat], at) / bound for column, bound in pairs])
+    needs, sizes = shares.sum(axis=1), np.diff(at, append=flat.size)
+    used = shares[needs > NEARLY * needs.max()].mean(axis=0)
     good = used >= np.median(used) - WASTED / 10
     number = np.full(len(runs), -1)
     number[drawn[flat]] = np.repeat(np.where(good, np.cumsum(good) - 1, -1), sizes)

@@ -1,6 +1,5 @@
 """`energon-packing stats`: how samples are distributed, and how full their packs would be."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,11 +22,10 @@ from energon_packing.cli.options import (
     defaulted,
     json_option,
     split_option,
-    together,
 )
 from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import refuse
 
 _EXAMPLES = """
 Examples:
@@ -38,21 +36,17 @@ Examples:
   energon-packing stats plan.parquet --json
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
-  energon-packing stats --fill lengths.npz --multiple 8 --image-limit 48 --policy window --window 256
-  energon-packing stats --fill lengths.txt --capacity 32768 --ranks 8 --ranks 64 --balance-window 64
 """
 _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
-_OF_FILL = {"capacity", "image_limit", "policy", "ranks", "balance_window", "shift"}
-_OF_BOTH = {"multiple", "window"}
 
 
-def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[[Any], Any]:
-    return click.option(name, multiple=True, type=kind, help=f"{told} May be repeated.")
+def _many(name: str, told: str) -> Callable[[Any], Any]:
+    return click.option(name, multiple=True, type=AT_LEAST_1, help=f"{told} May be repeated.")
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("path", metavar="DATASET|INDEX|PLAN|LENGTHS", type=PATH)
+@click.argument("path", metavar="DATASET|INDEX|PLAN", type=PATH)
 @config_options
 @split_option
 @defaulted("--samples", type=click.IntRange(min=2), default=2000, help="Samples to measure, drawn at random.")
@@ -64,42 +58,21 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
-@together(
-    click.option("--fill", is_flag=True, help="Fill per policy; the argument is a file with the lengths of samples."),
-    click.option("--capacity", type=AT_LEAST_1, help="--fill: tokens per pack. Default: `capacity` of the .npz file."),
-    click.option("--image-limit", type=AT_LEAST_1, help="--fill: images per pack; needs `images` in the .npz file."),
-    _many("--policy", "--fill: packing policy. Default: all.", click.STRING),
-    _many("--ranks", "--fill: data-parallel size; adds a table of steps."),
-    _many("--balance-window", "--fill: packs to sort by cost.", click.IntRange(min=2)),
-    click.option("--shift", default=0, type=AT_LEAST_0, help="--fill: largest distance between ranks, in packs."),
-)
 @json_option
 @click.pass_context
 def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
-    error bars. A plan knows tokens only. A data set needs the extra vlm too, and --fill needs none.
-
-    --fill shows how full packs of your own lengths would be, per policy: of .npz with the array `length` (and `images`,
-    `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in
-    which data-parallel ranks compute, with and without packs sorted by cost.
+    error bars. A plan knows tokens only. A data set needs the extra vlm too.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    fill = options["fill"]
-    if wrong := sorted(asked - {"fill"} - _OF_FILL - _OF_BOTH if fill else asked & _OF_FILL):
-        named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
-        raise UserError(f"`stats{' --fill' * fill}` does not take {named}; leave it out.")
-    starting(f"{'Packing' if fill else 'Reading'} {path}", quiet=as_json)
-    given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
-    (_fill if fill else _statistics)(given)
-
-
-def _statistics(given: SimpleNamespace) -> None:
+    starting(f"Reading {path}", quiet=as_json)
     from energon_packing.report.page import write_whole
     from energon_packing.report.stats import reader_figures, stats_report
     from energon_packing.report.stats_page import stats_page
 
+    given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
     run = load_config(given.config_path, given.overrides)
     given.split = given.split if "split" in given.asked else run.data.split
     stages = dict.fromkeys(("sample", "measure"), "measuring")
@@ -243,52 +216,3 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
         for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
     ]
     return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
-
-
-def _fill(given: SimpleNamespace) -> None:
-    from energon_packing.packing.policies import policy_names
-    from energon_packing.report.fill import fill_report
-
-    idle = min(given.asked & {"balance_window", "shift"}, default="").replace("_", "-")
-    refuse(
-        (len(given.multiple) > 1, "--fill takes one --multiple; run it once for each."),
-        (idle and not given.ranks, f"--{idle} is about steps of ranks; give --ranks too, or leave it out."),
-    )
-    samples, capacity, rows, steps = fill_report(
-        given.path,
-        capacity=given.capacity,
-        multiple=max(given.multiple, default=1),
-        image_limit=given.image_limit,
-        policies=given.policy or policy_names(),
-        windows=given.window or (256, 1024),
-        ranks=given.ranks,
-        balance_windows=given.balance_window or (64,),
-        step_window=max(given.window, default=256),
-        max_shift=given.shift,
-    )
-    if given.as_json:
-        for row in [*rows, *steps]:
-            click.echo(json.dumps(row))
-        return
-    say(f"{samples:,} samples, packs of {capacity:,} tokens, at least {rows[0]['bound']:,} packs")
-    if rows[0]["oversize"]:
-        say(f"{rows[0]['oversize']:,} samples are too large for any pack and are left out")
-    figures = [
-        (
-            row["policy"] + (f", {row['window']} held" if row["window"] else ""),
-            f"{row['packs']:,}",
-            *(f"{row[name]:.2%}" for name in ("fill", "alignment_padding", "tail_padding")),
-            f"{row['delay_p99']:,.0f}",
-            f"{row['seconds']:.3f}",
-        )
-        for row in rows
-    ]
-    names = ("packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
-    Console().print(table(figures, left=("policy",), right=names))
-    if steps:
-        found = [
-            (str(each["ranks"]), str(each["balance_window"]), f"{each['efficiency']:.1%}", f"{each['drift']:.2f}")
-            for each in steps
-        ]
-        of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
-        Console().print(table(found, right=of_steps))

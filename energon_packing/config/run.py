@@ -163,8 +163,8 @@ class PackingConfig:
     """Measured samples held for selection. A larger window fills packs better but delays samples longer; each sample
     costs about 3 KB."""
     policy: str = setting("window", changes="packs")
-    """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, ``first_fit``,
-    ``balanced``, or a name registered with ``register_policy``; see docs/packing.md."""
+    """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, or a name
+    registered with ``register_policy``; see docs/packing.md."""
     max_images_per_pack: int | None = setting(None, unit="images", changes="packs", least=1)
     """Images per pack; each tile counts if the family tiles images. None sets no limit. A sample that exceeds a limit
     by itself is handled according to ``oversize``, with the reason ``over_limit``."""
@@ -223,9 +223,9 @@ class PackingConfig:
                 "true, and packing.max_segments_per_pack to the most samples of a row."
             )
         if self.policy != "window":  # the registry needs numpy
-            from energon_packing.packing.online import check_online_policy
+            from energon_packing.packing.policies import get_policy
 
-            check_online_policy(self.policy)
+            get_policy(self.policy)
 
 
 PACK_LIMITS = tuple(each.name for each in fields(PackingConfig) if each.name.endswith("_per_pack"))

@@ -6,16 +6,16 @@
    stream.
 3. `pack_sequences` and `concatenate_and_pack` work on lists of tokens and return torch tensors.
 4. `balance` orders finished packs by cost, so that data-parallel ranks wait less for each other.
-5. `check_partition` checks a packing and `PackStatistics` measures it.
+5. `check_partition` checks a packing.
 """
 
-from energon_packing.packing.balance import pack_cost, serpentine_order, simulate_steps
+from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.online import pack_stream
 from energon_packing.packing.partition import PackGroups, check_groups, check_partition
 from energon_packing.packing.policies import Policy, get_policy, policy_names, register_policy
 from energon_packing.packing.policies.window import WindowPacker, drain_window, select_from_window
-from energon_packing.packing.statistics import PackStatistics, lower_bound
+from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_and_pack, pack_sequences
 from energon_packing.packing.whole_list import pack_lengths, pack_lengths_flat
 
@@ -23,7 +23,6 @@ __all__ = [
     "Boundaries",
     "Constraints",
     "PackGroups",
-    "PackStatistics",
     "PackedRows",
     "Policy",
     "WindowPacker",
@@ -42,5 +41,4 @@ __all__ = [
     "register_policy",
     "select_from_window",
     "serpentine_order",
-    "simulate_steps",
 ]

@@ -1,14 +1,12 @@
 """Packing online: the next pack of a sliding window, by any policy that can pack a stream.
 
 ``window`` is made for this. The others pack the whole window for each pack, and the pack with the oldest sample is
-used: ``next_fit`` and ``first_fit`` return the same packs as on a whole list, as long as no pack outgrows the window;
-``best_fit`` and ``balanced`` fill worse, because a pack that later samples would have filled is taken as it is;
-``internvl`` packs whole lists only, as it keeps packs open from one sample to the next. Policies that users register
-receive the window's samples in stream order, or supply their own function for streams.
+used: ``next_fit`` returns the same packs as on a whole list, as long as no pack outgrows the window; ``best_fit`` fills
+worse, because a pack that later samples would have filled is taken as it is. Policies that users register receive the
+window's samples in stream order, or supply their own function for streams.
 
 Measured fill with 256 samples held, for texts of an eighth / a half of the capacity: ``window`` 1.00 / 0.996,
-``first_fit`` 0.995 / 0.980, ``best_fit`` 0.987 / 0.994, ``balanced`` 0.96, ``next_fit`` 0.89 / 0.78. The others take 5
-to 150 times as long as ``window``.
+``best_fit`` 0.987 / 0.994, ``next_fit`` 0.89 / 0.78. The others take 5 to 150 times as long as ``window``.
 """
 
 import math
@@ -27,16 +25,6 @@ MOST_BOUNDS = 256
 """Heights and widths that are tried for a pack over the limit of padded pixels."""
 
 
-def check_online_policy(name: str) -> None:
-    """Raises `ConfigError` if the policy is unknown or cannot pack a sliding window."""
-    if not POLICIES.find(name).streams:
-        online = ", ".join(repr(known) for known in POLICIES.names() if POLICIES.find(known).streams)
-        raise ConfigError(
-            f"packing.policy {name!r} packs only whole lists (pack_lengths), because it keeps packs open longer than a "
-            f"window does. Online, use one of {online}."
-        )
-
-
 def next_pack(
     policy: str,
     lengths: Sequence[int],
@@ -50,8 +38,8 @@ def next_pack(
     """The next pack of a sliding window: ascending positions that include position 0, the oldest sample.
 
     Arguments as for `energon_packing.packing.policies.window.select_from_window`; `ended` if nothing follows those
-    held; `padding` limits padded pixels. Raises ConfigError: as `check_online_policy`; PackingError: an empty window,
-    an oldest sample that fits no pack alone, or a policy whose packs are not a partition or break a limit.
+    held; `padding` limits padded pixels. Raises ConfigError: an unknown policy; PackingError: an empty window, an
+    oldest sample that fits no pack alone, or a policy whose packs are not a partition or break a limit.
     """
     if padding is not None:
         chosen = next_pack(policy, lengths, capacity, costs, limits, ended=ended)
@@ -63,7 +51,6 @@ def next_pack(
         limits = {**(limits or {}), "padded": most // max(bound[0] * bound[1], 1)}
         again = next_pack(policy, [lengths[at] for at in inside], capacity, taken, limits, ended=ended)
         return [inside[at] for at in again]
-    check_online_policy(policy)
     if (stream := POLICIES.find(policy).next_pack) is not None:
         return stream(lengths, capacity, costs, limits, ended=ended)
     pairs = {name: ((costs or {})[name], limit) for name, limit in (limits or {}).items()}

@@ -1,81 +1,10 @@
-"""How good a packing is: fill, padding by cause, delay, samples held; and what no packer can beat."""
+"""What no packer can beat."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import flatten
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackStatistics:
-    """Figures of one packing. Shares are of all tokens of all packs, 0 to 1.
-
-    Attributes:
-        packs, samples: how many there are.
-        fill: share of real tokens.
-        alignment_padding: share spent on padding segments to the alignment multiple.
-        tail_padding: share left free at the ends of packs.
-        delay_p99, delay_max: 99th percentile and worst number of samples that arrived after a sample before it was
-            emitted.
-        held: the most samples held at once.
-    """
-
-    packs: int
-    samples: int
-    fill: float
-    alignment_padding: float
-    tail_padding: float
-    delay_p99: float
-    delay_max: int
-    held: int
-
-    @classmethod
-    def of(
-        cls,
-        groups: Sequence[np.ndarray | Sequence[int]],
-        lengths: Sequence[int] | np.ndarray,
-        capacity: int,
-        *,
-        real_lengths: Sequence[int] | np.ndarray | None = None,
-    ) -> "PackStatistics":
-        """Measures `groups`, in order of emission, over samples in stream order.
-
-        A pack is assumed to be emitted as soon as its newest sample and those of all packs before it have arrived. A
-        policy that looks further ahead holds more.
-
-        Args:
-            groups: index groups, for example from `pack_lengths`.
-            lengths: tokens that each sample occupies, alignment included, ``[N]``.
-            real_lengths: tokens without alignment, ``[N]``; None if there is no alignment.
-        """
-        tokens = np.asarray(lengths, dtype=np.int64)
-        real = tokens if real_lengths is None else np.asarray(real_lengths, dtype=np.int64)
-        if len(groups) == 0:
-            zeros: dict[str, Any] = dict.fromkeys(cls.__dataclass_fields__, 0)
-            return cls(**zeros)
-        flat, starts = flatten(groups)
-        sizes = np.diff(starts, append=flat.size)
-        arrived = np.maximum.accumulate(np.maximum.reduceat(flat, starts)) + 1
-        delay = np.repeat(arrived, sizes) - 1 - flat
-        # Held just before a pack leaves: all samples that arrived, minus those in earlier packs.
-        present = np.zeros(int(flat.max()) + 1, dtype=np.int64)
-        present[flat] = 1
-        came = np.cumsum(present)
-        room = len(groups) * capacity
-        return cls(
-            packs=len(groups),
-            samples=int(flat.size),
-            fill=float(real[flat].sum() / room),
-            alignment_padding=float((tokens[flat] - real[flat]).sum() / room),
-            tail_padding=float(1 - tokens[flat].sum() / room),
-            delay_p99=float(np.percentile(delay, 99)),
-            delay_max=int(delay.max()),
-            held=int((came[arrived - 1] - starts).max()),
-        )
 
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:

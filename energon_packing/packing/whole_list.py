@@ -37,7 +37,7 @@ def pack_lengths(
         policy: a name of `policy_names` or a `Policy`.
         constraints: name -> (cost of each sample ``[N]``, limit per pack), for example
             ``{"images": (images, 48), "segments": (np.ones(N), 64)}``; non-negative.
-        window: samples held by ``window``; ``max_buffer_size`` of ``internvl``; unused by the other policies.
+        window: samples held by ``window``; unused by the other policies.
         oversize: of a sample that exceeds the capacity or a limit by itself: ``"raise"`` a `UserError`, or ``"drop"``.
         seed: for policies with random choices; the built-in ones have none.
 

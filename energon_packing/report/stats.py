@@ -17,7 +17,7 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
-from energon_packing.packing.balance import Order, simulate_steps
+from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
@@ -60,6 +60,8 @@ PADDED = 4
 HELPS = 1.05
 """Packing helps where its rows are that many times as full."""
 BALANCE_WINDOW = 64
+BLOCKS = 20
+"""Of so many packs, steps of ranks are simulated."""
 WINDOWS = (64, 256, 1024)
 
 
@@ -459,11 +461,19 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
         error = _student(REPLICATES) * float(np.std(more, ddof=1)) * math.sqrt(readers * (1 + readers / REPLICATES))
         found |= {"end_packs": max(round(readers * float(np.mean(more))), 0), "end_packs_error": error}
     if ranks > 1:
-        turns: tuple[tuple[str, int, Order], ...] = ("", 1, "none"), ("sorted_", BALANCE_WINDOW, "serpentine")
-        for name, size, order in turns:
-            steps = simulate_steps(cost, ranks=ranks, window=size, order=order, seed=seed)
-            found[f"{name}efficiency"] = round(steps.efficiency, 4)
+        for name, size in (("", 1), ("sorted_", BALANCE_WINDOW)):
+            found[f"{name}efficiency"] = round(efficiency(cost, ranks, size, seed), 4)
     return found
+
+
+def efficiency(costs: np.ndarray, ranks: int, window: int, seed: int) -> float:
+    """Share of their steps in which ranks compute, where each draws its packs from `costs` and sorts `window` of them
+    at a time, in `energon_packing.packing.balance.serpentine_order`."""
+    steps = np.random.default_rng(seed).choice(costs.astype(np.float64), size=(ranks, BLOCKS * BALANCE_WINDOW))
+    for block, start in enumerate(range(0, steps.shape[1], window)):
+        part = np.sort(steps[:, start : start + window], axis=1)
+        steps[:, start : start + window] = part[:, :: -1 if block % 2 else 1]
+    return step_efficiency(steps)
 
 
 class _Dealt:

@@ -125,9 +125,9 @@ class TextToVideoPackingConfig:
     def __post_init__(self) -> None:
         check_bounds("packing", self)
         if self.policy != "window":  # the registry needs numpy
-            from energon_packing.packing.online import check_online_policy
+            from energon_packing.packing.policies import get_policy
 
-            check_online_policy(self.policy)
+            get_policy(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

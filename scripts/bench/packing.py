@@ -1,7 +1,8 @@
 """Benchmark of packing policies: fill compared with the lower bound, and time, list by list.
 
 The lists are files, or made from a seed (`bench.length_lists`). Packers of other packages take part if they are
-installed (`bench.peers`). A result is a mapping; `table` puts them side by side.
+installed (`bench.peers`). A result is a mapping; `table` puts them side by side. ``--tiles`` makes the table of
+`bench.tiles` instead: packs and steps under two limits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,13 +19,17 @@ from typing import Any
 import numpy as np
 
 from bench import peers as bench_peers
-from bench.length_lists import LengthList, load_lists
+from bench import tiles
+from bench.length_lists import LOOK_ALIKE_SAMPLES, LengthList, load_lists, look_alike, omnibal_list
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policies import policy_names
-from energon_packing.packing.statistics import PackStatistics, lower_bound
+from energon_packing.packing.partition import flatten
+from energon_packing.packing.policies import Groups, Policy, policy_names
+from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
+COMPARED: Mapping[str, Policy] = {"first_fit": bench_peers.first_fit, "internvl": bench_peers.internvl}
+"""Policies of others, to compare with."""
 # Samples held by the policy `window`; `internvl` has its own default of 20 open packs.
 DEFAULT_WINDOWS = (256, 1024)
 INTERNVL_BUFFERS = 20
@@ -35,8 +39,9 @@ TWO_LIMITS_SAMPLES = 20_000
 
 
 def run(
-    source: Path | None = None,
+    sources: Sequence[Path] = (),
     *,
+    capacity: int = 0,
     names: Sequence[str] | None = None,
     chosen: Sequence[str] | None = None,
     windows: Sequence[int] = DEFAULT_WINDOWS,
@@ -53,7 +58,8 @@ def run(
     """Packs each list by each policy.
 
     Args:
-        source: directory of length lists; None makes them from `seed`.
+        sources: lists, or directories of them; without any, lists are made from `seed`.
+        capacity: tokens of a pack, for lists that do not say it.
         names: lists to take; all by default.
         chosen: policies to take; all by default.
         windows: sizes for the policy ``window``.
@@ -71,22 +77,23 @@ def run(
         A dict for each list and packer: ``list, policy, window, samples, packs, bound, fill_of_bound`` (percent of the
         fill that the lower bound allows), ``utilisation`` and ``unpacked`` (percent of real tokens in the packs, and in
         rows of one sample), ``times`` (their ratio), ``seconds, us_per_sample`` and, for ours, the figures of
-        `PackStatistics`. A peer that fails has ``error`` in place of figures.
+        `figures`. A peer that fails has ``error`` in place of figures.
     """
-    for found in load_lists(source, names, samples, seed):
+    for found in load_lists(sources, names, samples, seed, capacity):
         given = found.aligned(multiple).fitting(samples, image_limit)
         constraints = {} if image_limit is None else {"images": (given.images, image_limit)}
         bound = lower_bound(given.lengths, given.capacity, Constraints.from_pairs(constraints, given.lengths.size))
-        for policy in chosen or policy_names():
+        for policy in chosen or [*policy_names(), *COMPARED]:
             for window in windows if policy == "window" else (INTERNVL_BUFFERS if policy == "internvl" else 1,):
 
                 def pack(policy: str = policy, window: int = window) -> list[np.ndarray]:
-                    return pack_lengths(given.lengths, given.capacity, policy, constraints=constraints, window=window)  # noqa: B023
+                    name, costs = COMPARED.get(policy, policy), constraints  # noqa: B023
+                    return pack_lengths(given.lengths, given.capacity, name, constraints=costs, window=window)  # noqa: B023
 
                 groups, seconds = _timed(pack, repeat)
                 row = _row(given, policy, len(groups), bound, seconds)
                 row["window"] = window if policy in ("window", "internvl") else None
-                yield row | asdict(PackStatistics.of(groups, given.lengths, given.capacity))
+                yield row | figures(groups, given.lengths)
         if with_peers and image_limit is None:
             for name in bench_peers.PEERS:
                 if name in missing:
@@ -129,14 +136,34 @@ def _row(given: LengthList, policy: str, packs: int, bound: int, seconds: float)
     }
 
 
+def figures(groups: Groups, lengths: np.ndarray) -> dict[str, Any]:
+    """Delay and memory of `groups`, in order of emission, over samples in stream order.
+
+    Returns:
+        ``delay_p99, delay_max``: 99th percentile and worst number of samples that arrived after a sample before it was
+        emitted; ``held``: the most samples held at once. A pack is assumed to be emitted as soon as its newest sample
+        and those of all packs before it have arrived. A policy that looks further ahead holds more.
+    """
+    flat, starts = flatten(groups)
+    if not starts.size:
+        return dict.fromkeys(("delay_p99", "delay_max", "held"), 0)
+    arrived = np.maximum.accumulate(np.maximum.reduceat(flat, starts)) + 1
+    delay = np.repeat(arrived, np.diff(starts, append=flat.size)) - 1 - flat
+    # Held just before a pack leaves: all samples that arrived, minus those in earlier packs.
+    came = np.cumsum(np.bincount(flat, minlength=lengths.size) > 0)
+    held = int((came[arrived - 1] - starts).max())
+    return {"delay_p99": float(np.percentile(delay, 99)), "delay_max": int(delay.max()), "held": held}
+
+
 def run_two_limits(
-    source: Path | None = None, *, names: Sequence[str] | None = None, samples: int = TWO_LIMITS_SAMPLES, seed: int = 0
+    sources: Sequence[Path], *, names: Sequence[str] | None = None, samples: int = TWO_LIMITS_SAMPLES, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of `run` with images as a second limit, for the lists of `TWO_LIMITS`, plus ``image_limit``."""
     for name, limit in TWO_LIMITS.items():
-        if (names is None or name in names) and (source is None or (source / f"{name}.npz").is_file()):
+        files = [source / f"{name}.npz" for source in sources if (source / f"{name}.npz").is_file()]
+        if (names is None or name in names) and (files or not sources):
             for row in run(
-                source,
+                files,
                 names=[name],
                 chosen=["window", "best_fit", "first_fit", "internvl"],
                 samples=min(samples, TWO_LIMITS_SAMPLES),
@@ -197,8 +224,19 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table, or one JSON line per result; 2 on unusable input."""
     parser = argparse.ArgumentParser(prog="bench packing", description=__doc__)
-    parser.add_argument("--lists", type=Path, help="directory of NAME.npz; made from a seed by default")
+    parser.add_argument(
+        "--lists",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="directories of .npz, or files: .npz with `length` and perhaps `images`, `capacity`; .npy; text; "
+        "OmniBal's .json. Made from a seed by default",
+    )
+    parser.add_argument("--capacity", type=int, default=0, help="tokens of a pack; default: what the list says")
     parser.add_argument("--list", action="append", dest="names", help="one list of --lists; may be repeated")
+    parser.add_argument("--tiles", action="store_true", help="the table under limits of tiles and tokens")
+    parser.add_argument("--omnibal", type=Path, help="--tiles: checkout of ModelTC/OmniBal, for its lists and search")
+    parser.add_argument("--loongforge", type=Path, help="--tiles: checkout of baidu-baige/LoongForge, for its packer")
     parser.add_argument("--policy", action="append", dest="chosen", help="packing policy; may be repeated")
     parser.add_argument(
         "--window",
@@ -221,42 +259,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:
-        python: Path | None = None
-        missing: dict[str, str] = {}
-        if given.peers_env is not None and not given.no_peers:
-            python, missing = bench_peers.make_environment(given.peers_env)
-        results = [
-            run(
-                given.lists,
-                names=given.names,
-                chosen=given.chosen,
-                windows=given.windows or DEFAULT_WINDOWS,
-                samples=given.samples,
-                image_limit=given.image_limit,
-                multiple=given.multiple,
-                repeat=given.repeat,
-                with_peers=not given.no_peers,
-                peers_python=python,
-                missing=missing,
-                peer_seconds=given.peer_seconds,
-                seed=given.seed,
-            )
-        ]
-        if given.image_limit is None and given.chosen is None and given.multiple == 1:
-            results.append(run_two_limits(given.lists, names=given.names, samples=given.samples, seed=given.seed))
-        for result in results:
-            for row in result:
-                rows.append(row)
-                if given.json:
-                    print(json.dumps(row), flush=True)
-                else:
-                    print(f"{row['list']} {row['policy']}", file=sys.stderr)
+        for row in _tile_rows(given) if given.tiles else _rows(given):
+            rows.append(row)
+            if given.json:
+                print(json.dumps(row), flush=True)
+            else:
+                print(row["list"], row.get("policy") or row["packer"], file=sys.stderr)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not given.json:
-        print(table(rows))
+        print(tiles.table(rows) if given.tiles else table(rows))
     return 0
+
+
+def _rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    python: Path | None = None
+    missing: dict[str, str] = {}
+    if given.peers_env is not None and not given.no_peers:
+        python, missing = bench_peers.make_environment(given.peers_env)
+    yield from run(
+        given.lists,
+        capacity=given.capacity,
+        names=given.names,
+        chosen=given.chosen,
+        windows=given.windows or DEFAULT_WINDOWS,
+        samples=given.samples,
+        image_limit=given.image_limit,
+        multiple=given.multiple,
+        repeat=given.repeat,
+        with_peers=not given.no_peers,
+        peers_python=python,
+        missing=missing,
+        peer_seconds=given.peer_seconds,
+        seed=given.seed,
+    )
+    if given.image_limit is None and given.chosen is None and given.multiple == 1:
+        yield from run_two_limits(given.lists, names=given.names, samples=given.samples, seed=given.seed)
+
+
+def _tile_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    lists = [look_alike(min(given.samples, LOOK_ALIKE_SAMPLES), given.seed)]
+    if given.omnibal is not None:
+        lists.insert(0, omnibal_list(given.omnibal / "data" / "vision", given.seed).first(given.samples))
+    checkouts = dict(zip(tiles.PROGRAMS, (given.omnibal, given.loongforge), strict=True))
+    yield from tiles.run(lists, checkouts, windows=given.windows or tiles.WINDOWS)
 
 
 if __name__ == "__main__":

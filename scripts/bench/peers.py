@@ -27,7 +27,9 @@ import numpy as np
 
 from bench.length_lists import LengthList, read_list
 from energon_packing.errors import UserError
+from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import flatten
+from energon_packing.packing.policies import Groups
 
 Packer = Callable[[list[int], int], Sequence[Sequence[int]]]
 PACKAGES = {"trl:bfd": "trl", "binpacking": "binpacking", "fast-axolotl": "fast-axolotl"}
@@ -44,6 +46,53 @@ LIMIT_SECONDS = 180.0
 _ROOT = Path(__file__).resolve().parents[2]
 SEARCH_PATH = os.pathsep.join(map(str, (_ROOT, _ROOT / "scripts", _ROOT / "tests")))
 """Where a peer's process finds the package, the benchmarks and `support`."""
+
+
+def first_fit(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
+    """A policy: each sample, in order, goes into the first pack that holds it; all packs stay open."""
+    costs = np.stack([lengths, *constraints.costs.values()], axis=1).astype(np.float64)
+    left = np.tile(
+        np.array([capacity, *constraints.limits.values()], np.float64), (lengths.size, 1)
+    )  # the first is never full
+    members: list[list[int]] = []
+    for index, cost in enumerate(costs):
+        pack = int((left[: len(members) + 1] >= cost).all(axis=1).argmax())
+        if pack == len(members):
+            members.append([])
+        members[pack].append(index)
+        left[pack] -= cost
+    return [np.array(group, dtype=np.int64) for group in members]
+
+
+def internvl(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
+    """A policy: the buffer list of InternVL's packed data set, with at most `window` packs open, without its losses.
+
+    Open packs are kept by descending number of images. A sample, text as one image, joins the first that holds it; that
+    pack goes before the first with fewer images. Emitted are packs full of tokens, those in front that are full of
+    images, and the one in front while too many are open.
+    """
+    most = constraints.limits.get("images", np.inf)
+    images = np.maximum(constraints.costs.get("images", np.ones_like(lengths)), 1).tolist()
+    open_: list[tuple[int, int, list[int]]] = []  # images, tokens, samples
+    emitted: list[list[int]] = []
+    for index, tokens in enumerate(lengths.tolist()):
+        fits = (
+            at
+            for at, (count, used, _) in enumerate(open_)
+            if count + images[index] <= most and used + tokens <= capacity
+        )
+        count, used, members = open_.pop(at) if (at := next(fits, -1)) >= 0 else (0, 0, [])
+        count, used = count + images[index], used + tokens
+        members.append(index)
+        if used == capacity:
+            emitted.append(members)
+        else:
+            open_.insert(
+                next((at for at, other in enumerate(open_) if other[0] < count), len(open_)), (count, used, members)
+            )
+        while open_ and (open_[0][0] == most or len(open_) > window):
+            emitted.append(open_.pop(0)[2])
+    return [np.array(members, dtype=np.int64) for members in (*emitted, *(each[2] for each in open_))]
 
 
 def trl_packer() -> Packer:

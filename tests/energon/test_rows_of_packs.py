@@ -53,7 +53,7 @@ def assert_visible(pack, row=ROW, multiple=MULTIPLE):
     [
         ({}, None),
         ({"pad_to_max_length": True, "dummy_image": True}, None),
-        ({"oversize": "truncate", "policy": "balanced"}, None),
+        ({"oversize": "truncate", "policy": "best_fit"}, None),
         ({}, 16),
     ],
 )

@@ -18,7 +18,7 @@ SEE_TRAPS = {
     226: "advice follows from the last rows of an epoch, or from chance",
     227: "packs are foretold without the pieces that the run makes of long samples",
     228: "samples over a limit of a row are counted as too long",
-    229: "steps of ranks are made of other packs than the table of fill",
+    229: "steps of ranks that sort their packs are foretold as if they did not",
 }
 STATS = "tests/report/test_stats.py::"
 FORETOLD = STATS + "test_a_run_makes_the_packs_that_are_foretold"
@@ -338,14 +338,14 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=229,
-        name="packs of steps are made without the limit of images",
-        test="tests/cli/test_fill.py::test_steps_of_ranks_are_made_of_packs_within_the_limit_of_images",
-        oracle="`simulate_steps` on packs of the online packer",
+        name="packs of steps are not sorted by cost",
+        test="tests/report/test_stats.py::test_ranks_that_sort_their_packs_are_foretold_to_wait_less",
+        oracle="a simulation of each rank and step in plain Python",
         edits=(
             (
-                "report/fill.py",
-                'pack_lengths(tokens, capacity, "window", constraints=pairs, window=step_window) if ranks',
-                'pack_lengths(tokens, capacity, "window", window=step_window) if ranks',
+                "report/stats.py",
+                "part = np.sort(steps[:, start : start + window], axis=1)",
+                "part = steps[:, start : start + window].copy()",
             ),
         ),
     ),

@@ -201,7 +201,7 @@ import sys
 from pathlib import Path
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.offline.planner import make_plan
-for limits in ({}, {"max_patches_per_pack": 60}, {"max_cost_per_pack": 900, "policy": "balanced"}):
+for limits in ({}, {"max_patches_per_pack": 60}, {"max_cost_per_pack": 900, "policy": "next_fit"}):
     values = {"packing": {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, **limits}}
     run = from_mapping(RunConfig, values | {"plan": {"max_data_parallel": 8, "epochs": 2}}, where="the test")
     facts = make_plan([sys.argv[1]], run, Path(sys.argv[2]), force=True)

@@ -3,7 +3,6 @@
 ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 50 by default, 10,000 before a release.
 """
 
-import math
 import os
 from itertools import combinations
 
@@ -106,39 +105,6 @@ def test_best_fit_leaves_the_gaps_of_textbook_best_fit_decreasing(problem) -> No
     groups = pack_lengths(lengths, capacity, "best_fit")
     left = [capacity - sum(lengths[index] for index in group) for group in groups]
     assert sorted(left) == sorted(_naive_best_fit_decreasing(lengths, capacity))
-
-
-@given(problem=problems())
-@MANY
-def test_first_fit_places_each_sample_in_the_first_opened_pack_that_holds_it(problem) -> None:  # type: ignore[no-untyped-def]
-    lengths, capacity, _ = problem
-    packs: list[list[int]] = []
-    for index, length in enumerate(lengths):
-        for pack in packs:
-            if sum(lengths[other] for other in pack) + length <= capacity:
-                pack.append(index)
-                break
-        else:
-            packs.append([index])
-    assert [group.tolist() for group in pack_lengths(lengths, capacity, "first_fit")] == packs
-
-
-@given(st.integers(1, 80).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=15))))
-@MANY
-def test_balanced_gives_the_most_expensive_sample_left_to_the_cheapest_pack_that_holds_it(
-    problem: tuple[int, list[int]],
-) -> None:
-    capacity, lengths = problem
-    count = math.ceil(len(_naive_best_fit_decreasing(lengths, capacity)) * 1.02)
-    packs: list[list[int]] = [[] for _ in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fitting = [pack for pack in packs if sum(lengths[i] for i in pack) + lengths[index] <= capacity]
-        if not fitting:
-            packs.append([])
-            fitting = packs[-1:]
-        min(fitting, key=lambda pack: sum(24576 * lengths[i] + lengths[i] ** 2 for i in pack)).append(index)
-    expected = sorted(sorted(pack) for pack in packs if pack)
-    assert [group.tolist() for group in pack_lengths(lengths, capacity, "balanced")] == expected
 
 
 def _fit(lengths: list[int], left: list[int]) -> bool:
@@ -254,10 +220,9 @@ def test_a_stream_is_packed_as_the_list_of_its_samples(problem) -> None:  # type
 def test_aligned_lengths_pack_as_their_units_do(problem, multiple: int) -> None:  # type: ignore[no-untyped-def]
     lengths, capacity, window = problem
     for policy in policy_names():
-        if policy != "balanced":  # cost is no linear function of length
-            units = pack_lengths(lengths, capacity, policy, window=window)
-            tokens = pack_lengths([n * multiple for n in lengths], capacity * multiple, policy, window=window)
-            assert [group.tolist() for group in units] == [group.tolist() for group in tokens]
+        units = pack_lengths(lengths, capacity, policy, window=window)
+        tokens = pack_lengths([n * multiple for n in lengths], capacity * multiple, policy, window=window)
+        assert [group.tolist() for group in units] == [group.tolist() for group in tokens]
 
 
 @given(problem=problems(), multiple=st.sampled_from([1, 4, 16]))
@@ -266,7 +231,7 @@ def test_no_pack_of_a_sliding_window_is_over_its_row_after_alignment(problem, mu
     lengths, units, window = problem
     limits = PackLimits(tokens=units * multiple, multiple=multiple)
     samples = [_Sample(max(1, length * multiple - length % multiple)) for length in lengths]
-    for policy in ("window", "best_fit", "next_fit", "first_fit", "balanced"):
+    for policy in ("window", "best_fit", "next_fit"):
         for pack in _slide(policy, samples, limits, window):
             assert sum(-(-sample.length // multiple) * multiple for sample in pack) <= units * multiple
 

@@ -127,16 +127,15 @@ def test_a_long_list_of_images_needs_few_more_packs_than_without_the_limit() -> 
     assert isinstance(made, PackGroups)
 
 
-@pytest.mark.parametrize("policy", ["next_fit", "balanced"])
-def test_a_policy_that_keeps_an_order_keeps_the_packs_that_are_within_the_limit(policy: str) -> None:
+def test_a_policy_that_keeps_an_order_keeps_the_packs_that_are_within_the_limit() -> None:
     random = np.random.default_rng(3)
     sides = random.integers(1, 40, (2, 2000)) * (random.random(2000) < 0.2)
     shapes = np.stack([sides[0] > 0, *sides]).astype(np.int64)
     lengths = sides.prod(axis=0) // 4 + random.integers(1, 200, 2000)
-    before = pack_lengths_flat(lengths, 4000, policy)
+    before = pack_lengths_flat(lengths, 4000, "next_fit")
     within = {tuple(pack) for pack in before if area([(1, *shapes[:, at]) for at in pack]) <= 9_000}
     assert 0 < len(within) < len(before)
-    made = within_padding(before, lengths, 4000, Constraints(), (shapes, 9_000), policy=policy)
+    made = within_padding(before, lengths, 4000, Constraints(), (shapes, 9_000), policy="next_fit")
     assert within <= {tuple(pack) for pack in made}
 
 

@@ -27,7 +27,7 @@ from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.planner import make_plan
 from energon_packing.packing import pack_stream
 from energon_packing.report.sample_story import source_key
-from energon_packing.report.stats import packings, recommendation, statistics, stats_report
+from energon_packing.report.stats import efficiency, packings, recommendation, statistics, stats_report
 from energon_packing.report.stats_page import bin_name, number, share
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index
 
@@ -453,9 +453,11 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
         (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
         (("DATASET",), "--set encoder.processor"),
-        (("INDEX", "--capacity", "3"), "`stats` does not take --capacity; leave it out."),
-        (("INDEX", "--fill", "--samples", "3"), "`stats --fill` does not take --samples; leave it out."),
-        (("INDEX", "--fill", "--set", "a.b=1"), "`stats --fill` does not take --set; leave it out."),
+        (("INDEX", "--fill"), "No such option: --fill"),
+        (
+            ("INDEX", "--set", "packing.policy=first_fit"),
+            "packing.policy is 'first_fit', an unknown packing policy; known",
+        ),
         (("DATASET", "--set", "encoder.processor=p", "--set", "data.split=val"), "has no split 'val'; it has 'train'"),
         (("INDEX", "--html", "no/where.html"), "no/where.html cannot be written: there is no directory no."),
     ],
@@ -464,6 +466,22 @@ def test_a_mistake_is_one_sentence(arguments, sentence, index, dataset):
     places = {"INDEX": index, "DATASET": dataset}
     found = stats(*(places.get(argument, argument) for argument in arguments))
     assert (found.exit_code, sentence in found.output) == (2, True)
+
+
+def test_ranks_that_sort_their_packs_are_foretold_to_wait_less():
+    costs = 24576 * 32768 + (32768**2 * np.random.default_rng(1).beta(0.6, 2.0, 3000)).astype(int)
+    for ranks in (2, 64):
+        random = np.random.default_rng(5)
+        drawn = [random.choice(costs, size=20 * 64).tolist() for _ in range(ranks)]
+        for window in (1, 64):
+            emitted = [[] for _ in drawn]
+            for rank, packs in enumerate(drawn):
+                for start in range(0, len(packs), window):
+                    emitted[rank] += sorted(packs[start : start + window], reverse=start // window % 2 == 1)
+            steps = list(zip(*emitted, strict=True))
+            share_of_time = sum(map(sum, steps)) / ranks / sum(map(max, steps))
+            assert efficiency(costs, ranks, window, 5) == pytest.approx(share_of_time)
+        assert 1 - efficiency(costs, ranks, 64, 5) < 0.4 * (1 - efficiency(costs, ranks, 1, 5))
 
 
 def test_numbers_and_bins_read_well():

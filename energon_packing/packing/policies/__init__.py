@@ -48,7 +48,7 @@ class NextPack(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingPolicy:
-    """A registered policy: packs a list, and a stream if it can at all.
+    """A registered policy: packs a list, and a stream.
 
     Without `next_pack`, it packs the whole window each time and the pack with the oldest sample is used
     (`energon_packing.packing.online`).
@@ -56,7 +56,6 @@ class PackingPolicy:
 
     whole_list: Policy
     next_pack: NextPack | None = None
-    streams: bool = True
 
 
 POLICIES: Registry[PackingPolicy] = Registry(

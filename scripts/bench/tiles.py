@@ -1,0 +1,227 @@
+"""Packs and steps under two limits, tiles and tokens: ours, OmniBal's search, LoongForge's packer, a plain buffer.
+
+The lists are `bench.length_lists.look_alike`, and OmniBal's own if its checkout is given. Other projects' programs run
+from their checkouts, in a process of their own: ``python -m bench.tiles PROGRAM CHECKOUT FILE``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.length_lists import LengthList
+from bench.peers import SEARCH_PATH, first_fit
+from energon_packing.errors import UserError
+from energon_packing.offline.order import balanced_order
+from energon_packing.packing.balance import pack_cost
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.partition import PackGroups
+from energon_packing.packing.policies.best_fit import pack_limited
+from energon_packing.packing.statistics import lower_bound
+from energon_packing.packing.whole_list import pack_lengths
+
+LIMITS = ((18, 6016), (24, 8192), (48, 16384), (18, 5000), (60, 16384), (18, 5600))
+"""Tiles and tokens of a pack: tiles are scarce in the first three, tokens in the next two, both nearly in the last."""
+WINDOWS = (64, 256, 1024)
+RANKS = (8, 64, 512)
+BUFFER = 64
+"""Samples that Energon's packing buffer holds in Bridge's recipes."""
+PATCHES = 1024
+"""Patches of a tile of 448 pixels."""
+ITERATIONS, SEED, MARGIN = 50, 1024, 128
+"""Of OmniBal's search: its ``test_balanced_dynamic_batch.py`` and the defaults of its ``BalancedDataset``."""
+PROGRAMS = {"OmniBal's search": "--omnibal", "LoongForge's best fit": "--loongforge"}
+Groups = Sequence[np.ndarray]
+
+
+def run(
+    lists: Sequence[LengthList],
+    checkouts: Mapping[str, Path | None],
+    *,
+    limits: Sequence[tuple[int, int]] = LIMITS,
+    windows: Sequence[int] = WINDOWS,
+) -> Iterator[dict[str, Any]]:
+    """Packs each list by everybody under each pair of limits.
+
+    Args:
+        checkouts: directory of each of `PROGRAMS`; None skips it, which a row with ``error`` says.
+
+    Yields:
+        ``list, tiles, tokens`` (of a pack), ``packer, packs, bound``; ``over`` (percent of the bound); ``steady`` (the
+        same of the packs before the end of the stream, by the scarcer limit) and ``tail`` (packs too many after it),
+        both None for whole lists; ``vision_8`` and so on and ``language_8``: (max - mean) / max of a step's tiles and
+        tokens, mean over whole steps of so many ranks; ``us`` (of CPU per sample) and ``broken`` (packs over a limit).
+    """
+    for given in lists:
+        for most, capacity in limits:
+            for name, pack in _packers(given, most, capacity, checkouts, windows).items():
+                row: dict[str, Any] = {"list": given.name, "tiles": most, "tokens": capacity, "packer": name}
+                start = time.process_time()
+                try:
+                    packs, seconds = pack()
+                except UserError as error:
+                    yield row | {"error": str(error)}
+                    continue
+                seconds = seconds or time.process_time() - start
+                window = int(name.split()[1]) if name.startswith("`window`") else 0
+                yield (
+                    row
+                    | figures(given, packs, most, capacity, window)
+                    | {"us": round(seconds / given.lengths.size * 1e6, 1)}
+                )
+
+
+def _packers(
+    given: LengthList, most: int, capacity: int, checkouts: Mapping[str, Path | None], windows: Sequence[int]
+) -> dict[str, Callable[[], tuple[Groups, float]]]:
+    pairs = {"tiles": (given.images, most)}
+    constraints = Constraints.from_pairs(pairs, given.lengths.size)
+
+    def ours(policy: Any, window: int = 1) -> tuple[Groups, float]:
+        return pack_lengths(given.lengths, capacity, policy, constraints=pairs, window=window), 0.0
+
+    def planned() -> tuple[Groups, float]:
+        start = time.process_time()
+        packs = pack_limited(given.lengths, capacity, constraints)
+        seconds = time.process_time() - start
+        costs = [pack_cost(given.lengths[pack], patches=PATCHES * int(given.images[pack].sum())) for pack in packs]
+        order = balanced_order(np.array(costs), group=max(RANKS), before=np.zeros(0), seed=[0])
+        return [packs[at] for at in order.tolist()], seconds
+
+    packers: dict[str, Callable[[], tuple[Groups, float]]] = {
+        **{f"`window` {window} held": partial(ours, "window", window) for window in windows},
+        "a plan": planned,
+        **{name: partial(other, name, checkouts.get(name), given, most, capacity) for name in PROGRAMS},
+        f"first fit decreasing, {BUFFER} held": partial(ours, buffered),
+        "as they come": partial(ours, "next_fit"),
+    }
+    return packers
+
+
+def buffered(lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int) -> Groups:
+    """What Energon's buffer with Bridge's ``first_fit_decreasing`` makes, which knows no limit but tokens: a policy
+    with all limits in their place."""
+    packs: list[np.ndarray] = []
+    for start in range(0, lengths.size, BUFFER):
+        part = start + np.argsort(-lengths[start : start + BUFFER], kind="stable")
+        made = first_fit(lengths[part], capacity, constraints.take(part), window=window, seed=seed)
+        packs += [part[pack] for pack in made]
+    return packs
+
+
+def figures(given: LengthList, packs: Groups, most: int, capacity: int, window: int = 0) -> dict[str, Any]:
+    """The figures of `run` but for time; `window` samples were held, 0 for a whole list."""
+    sums = np.array([(given.images[pack].sum(), given.lengths[pack].sum()) for pack in packs], dtype=np.float64)
+    bounds = np.array([most, capacity])
+    bound = lower_bound(
+        given.lengths, capacity, Constraints.from_pairs({"tiles": (given.images, most)}, given.lengths.size)
+    )
+    found: dict[str, Any] = {"packs": len(packs), "bound": bound, "over": round(100 * (len(packs) / bound - 1), 3)}
+    needed = (sums / bounds)[:, int((sums.sum(axis=0) / bounds).argmax())]
+    came = np.cumsum([0, *map(len, packs[:-1])]) + window
+    steady = int((came < given.lengths.size).sum()) if window else 0
+    found["steady"] = round(100 * (steady / needed[:steady].sum() - 1), 3) if steady else None
+    found["tail"] = round(float((1 - needed[steady:]).sum()), 1) if steady else None
+    for ranks in RANKS:
+        steps = sums[: len(packs) // ranks * ranks].reshape(-1, ranks, 2)
+        waiting = (
+            (1 - steps.mean(axis=1) / steps.max(axis=1)).mean(axis=0).round(5).tolist() if len(steps) else (None,) * 2
+        )
+        found |= {f"vision_{ranks}": waiting[0], f"language_{ranks}": waiting[1]}
+    return found | {"broken": int((sums > bounds).any(axis=1).sum())}
+
+
+def other(name: str, checkout: Path | None, given: LengthList, most: int, capacity: int) -> tuple[Groups, float]:
+    """Packs of another project's program, shuffled, and its seconds of CPU. Raises UserError: it is not there, fails,
+    or loses samples."""
+    if checkout is None:
+        raise UserError(f"skipped; {PROGRAMS[name]} names its checkout")
+    with tempfile.TemporaryDirectory(prefix="bench-tiles-") as work:
+        file = Path(work) / "list.npz"
+        np.savez(file, lengths=given.lengths, images=given.images, limits=[most, capacity])
+        command = [sys.executable, "-m", "bench.tiles", name, str(checkout.absolute()), str(file)]
+        environment = os.environ | {"PYTHONPATH": SEARCH_PATH}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        if done.returncode:
+            raise UserError((done.stderr.strip().splitlines() or ["it failed"])[-1])
+        with np.load(file) as made:
+            pack, seconds = made["pack"], float(made["seconds"])
+    if pack.min() < 0:
+        raise UserError(f"it lost {int((pack < 0).sum())} samples")
+    packs = PackGroups.of(pack)
+    return [packs[at] for at in np.random.default_rng(0).permutation(len(packs)).tolist()], seconds
+
+
+def omnibal(checkout: Path, lengths: list[int], images: list[int], most: int, capacity: int) -> Sequence[Sequence[int]]:
+    """The packs of OmniBal's iterated search, as its ``search_arguments`` calls it."""
+    sys.path.insert(0, str(checkout))
+    search = import_module("dataset").BalancedDataset
+    samples = [[at, *sizes] for at, sizes in enumerate(zip(images, lengths, strict=True))]
+    limits = (most, most, capacity - MARGIN, capacity)
+    groups = search.iter_random_groups(search.__new__(search), samples, SEED, *limits, iter_time=ITERATIONS)
+    return [[sample[0] for sample in group] for group in groups]
+
+
+def loongforge(
+    checkout: Path, lengths: list[int], images: list[int], most: int, capacity: int
+) -> Sequence[Sequence[int]]:
+    """The packs of LoongForge's offline packing, by tokens alone: it knows no other limit."""
+    sys.path.insert(0, str(checkout / "tools/data_preprocess/vlm/offline_packing"))
+    processor = import_module("wds_pack.algorithms.hashbucket").HashBucketProcessor
+    items = [{"sample_id": str(at), "token_len": length} for at, length in enumerate(lengths)]
+    boxes = processor.from_items(items).pack_best_fit_decreasing(box_capacity=capacity)
+    return [[int(name) for name in box["name"]] for box in boxes]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Packs the list in a file, in the process that `other` starts, and writes the pack of each sample into it."""
+    name, checkout, file = argv
+    with np.load(file) as arrays:
+        lengths, images, limits = (arrays[each].tolist() for each in ("lengths", "images", "limits"))
+    with redirect_stdout(sys.stderr):
+        program = dict(zip(PROGRAMS, (omnibal, loongforge), strict=True))[name]
+        start = time.process_time()
+        groups = program(Path(checkout), lengths, images, *limits)
+        seconds = time.process_time() - start
+    pack = np.full(len(lengths), -1)
+    for number, group in enumerate(groups):
+        pack[group] = number
+    np.savez(file, pack=pack, seconds=seconds)
+    return 0
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a Markdown table, a line per list, limits and packer, and a line per packer that was skipped."""
+    names = ["packs", "over, %", "steady, %", "tail, packs"]
+    names += [f"{what}, DP {ranks}" for what in ("tiles", "tokens") for ranks in RANKS] + ["us"]
+    text = [f"| list | limits | packer | {' | '.join(names)} |", f"| {' | '.join(['---'] * (3 + len(names)))} |"]
+    keys = ("packs", "over", "steady", "tail", *(f"{of}_{n}" for of in ("vision", "language") for n in RANKS), "us")
+    notes: dict[str, None] = {}
+    last = ""
+    for row in rows:
+        if "error" in row:
+            notes[f"{row['packer']}: {row['error']}"] = None
+            continue
+        place = f"| {row['list']} | {row['tiles']} / {row['tokens']:,}"
+        if place != last:
+            text.append(f"{place} | bound | {row['bound']:,} |{' |' * (len(keys) - 1)}")
+        last = place
+        cells = ["" if row[key] is None else f"{row[key]:,}" for key in keys]
+        broken = f" ({row['broken']:,} packs over a limit)" if row["broken"] else ""
+        text.append(f"{place} | {row['packer']}{broken} | {' | '.join(cells)} |")
+    return "\n".join([*text, "", *notes])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,6 @@ from energon_packing.config.setting import before, length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
-from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
@@ -36,6 +35,7 @@ class Sizes:
         patches: ``[N]`` int64, rows of vision input.
         text_tokens: ``[N]`` int32, of clips, whose ``length`` is their patches; None for conversations.
         height, width: ``[N]`` int64, see `shape_of`; None where no limit counts them.
+        patch_squares, window_squares, visual: ``[N]`` int64, see `squares_of`; None where no cost counts them.
     """
 
     length: np.ndarray
@@ -45,6 +45,9 @@ class Sizes:
     text_tokens: np.ndarray | None = None
     height: np.ndarray | None = None
     width: np.ndarray | None = None
+    patch_squares: np.ndarray | None = None
+    window_squares: np.ndarray | None = None
+    visual: np.ndarray | None = None
 
     def __len__(self) -> int:
         return int(self.length.size)
@@ -58,12 +61,6 @@ class Sizes:
     def segment_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Twice ``[N]`` int64, as limits take them."""
         return self.length.astype(np.int64), self.second.astype(np.int64)
-
-    @property
-    def cost(self) -> np.ndarray:
-        """``[N]`` int64, as `pack_cost`."""
-        length, second = self.segment_lengths
-        return LINEAR * (length + second) + length**2 + second**2 + PATCH * self.patches
 
     def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""

@@ -19,6 +19,7 @@ from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import Order, simulate_steps
 from energon_packing.packing.constraints import Size
+from energon_packing.packing.model_cost import CONSTANTS
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
@@ -556,7 +557,7 @@ class _Dealt:
                 packs = packs[np.searchsorted(ends, passing) + 1 :] or packs
             order = np.concatenate(packs)
             of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-            cost = np.bincount(of_pack, sizes.cost[order].astype(np.float64))
+            cost = np.bincount(of_pack, sum(CONSTANTS.costs(sizes))[order].astype(np.float64))
             units: Any = limits.length_units(sizes)
             aligned = int(units[order].sum()) * limits.multiple
             several = np.resize(random.permutation(tokens), (-(-tokens.size // PADDED), PADDED))

@@ -55,7 +55,7 @@ from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
-from energon_packing.packing.model_cost import CONSTANTS, ModelCost
+from energon_packing.packing.model_cost import ModelCost, cost_of
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
@@ -307,6 +307,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             `ConversationSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
+        cost: of samples; None is that of ``packing.cost_model``.
 
     Raises:
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
@@ -314,7 +315,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     packing: PackingConfig
     limits: PackLimits
-    cost: ModelCost = CONSTANTS
+    cost: ModelCost
     takes_buffers = True
     aligns_rows = True
     """Whether each segment of a row is padded here; a subclass may leave that to the trainer."""
@@ -329,10 +330,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
         cookers: Sequence[Cooker[Any]] = (),
         fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         accept_changed: Sequence[str] = (),
+        cost: ModelCost | None = None,
     ) -> None:
         super().__init__()
         self.accept_changed = tuple(accept_changed)
         self.packing = packing
+        self.cost = cost or cost_of(packing.cost_model, packing.cost_frozen)
         self.multiple = (parallel or ParallelConfig()).multiple
         check_multiple("packing.seq_length", packing.seq_length, self.multiple)
         self.encoders = _encoders(encoder, packing, processor)

@@ -31,7 +31,6 @@ from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.model_cost import CONSTANTS
 from energon_packing.packing.partition import PackGroups, check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
@@ -117,7 +116,7 @@ def ordered_packs(
     settings, epochs = config.plan, config.plan.epochs
     if rest is not None and rest.size:
         blend, epochs = replace(blend, rest=rest), epochs + 1
-    of_samples = np.stack(CONSTANTS.costs(samples.sizes), axis=1)
+    of_samples = np.stack(kind_of_config(config).cost(config).costs(samples.sizes), axis=1)
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
     sizes: list[np.ndarray] = []

@@ -18,6 +18,7 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
 from energon_packing.packing.constraints import Size, shape_of
+from energon_packing.packing.model_cost import SQUARES, ModelCost
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 AnyLimits = Any
@@ -263,7 +264,7 @@ def fitting_samples(
         UserError: a sample does not fit under ``oversize: raise`` (names the first), or has to be measured again and
             there is no `remeasure`.
     """
-    sizes, dropped = _read_sizes(sources, limits)
+    sizes, dropped = _read_sizes(sources, limits, kind_of_config(config).cost(config))
     kept = np.ones(len(sources), dtype=bool)
     kept[[drop.source for drop in dropped]] = False
     over = np.flatnonzero(kept & ~holds(limits, sizes))
@@ -286,11 +287,12 @@ def fitting_samples(
     return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
 
 
-def _read_sizes(sources: Sources, limits: AnyLimits) -> tuple[Sizes, list[Drop]]:
+def _read_sizes(sources: Sources, limits: AnyLimits, cost: ModelCost) -> tuple[Sizes, list[Drop]]:
     """Sizes of all sources, and those that are dropped at any row length."""
-    shape = () if limits.padded_pixels is None else SHAPE
-    names = ("length", "second", "images", "patches", *KINDS.find(kind_of(sources.datasets)).more_columns, *shape)
-    columns = {name: np.zeros(len(sources), np.int64 if name in ("patches", *SHAPE) else np.int32) for name in names}
+    more = (*KINDS.find(kind_of(sources.datasets)).more_columns, *(() if limits.padded_pixels is None else SHAPE))
+    names = ("length", "second", "images", "patches", *more, *sorted(cost.needed))
+    wide = {"patches", *SHAPE, *SQUARES}
+    columns = {name: np.zeros(len(sources), np.int64 if name in wide else np.int32) for name in names}
     bad: list[int] = []
     for start, table in sources.tables([*columns, "reason"]):
         for name, column in columns.items():

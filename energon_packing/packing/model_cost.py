@@ -9,6 +9,8 @@ activations and positions are left out. Costs are linear in a few sums over a pa
   ``window_squares``, of those of each attention window; and ``images``, their number, as each may have a token more.
 """
 
+import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ DELTA, CHUNK = "gated_delta_net", 64
 SQUARES = ("patch_squares", "window_squares", "visual")
 """Sums of the media of a sample besides ``images`` and ``patches``."""
 SIDE = 8
-"""Patches along a side of the attention windows that `squares_of` counts: those of every published Qwen2.5-VL."""
+"""Patches along a side of the attention windows that an index counts: those of every published Qwen2.5-VL."""
 
 
 def segments_of(sample: Any) -> tuple[Any, Any]:
@@ -83,11 +85,11 @@ def media_sums(times: Any, height: Any, width: Any, side: int = SIDE) -> dict[st
     return sums | {"window_squares": times * rows * columns}
 
 
-def squares_of(sample: Any) -> dict[str, Any]:
+def squares_of(sample: Any, side: int = SIDE) -> dict[str, Any]:
     """`SQUARES` of a sample with ``plans`` of its media, or with these fields; 0 of one that has neither."""
     if (plans := getattr(sample, "plans", None)) is None:
         return {name: getattr(sample, name, 0) for name in SQUARES}
-    sums = [media_sums(*plan.grid) | {"visual": plan.tokens} for plan in plans]
+    sums = [media_sums(*plan.grid, side) | {"visual": plan.tokens} for plan in plans]
     return {name: sum(each[name] for each in sums) for name in SQUARES}
 
 
@@ -129,7 +131,7 @@ class ModelCost:
         first, second = map(self.segment_sums, segments_of(sample))
         sums = {name: first[name] + second[name] for name in first}
         sums |= {name: getattr(sample, name, 0) for name in ("images", "patches") if name in self.vision}
-        vision, language = self.of(sums | (squares_of(sample) if self.needed else {}))
+        vision, language = self.of(sums | (squares_of(sample, self.side or SIDE) if self.needed else {}))
         if self.unit == 1:
             return vision, language
         vision, language = (np.rint(np.asarray(each) / self.unit).astype(np.int64)[()] for each in (vision, language))
@@ -148,7 +150,8 @@ def model_cost(
     A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once.
 
     Args:
-        model: a Hugging Face configuration, its mapping, the directory of its ``config.json``, or Bridge's provider.
+        model: a Hugging Face configuration, its mapping, its ``config.json`` or the directory of it, or Bridge's
+            provider.
         frozen: which of `PARTS` are; None for what a provider's ``freeze_...`` say. All of them for inference.
         adapted: which of `PARTS` are frozen but for low-rank adapters, which are not counted.
         causal: whether attention of the language model computes only the half of the pairs that it uses, as kernels do.
@@ -179,14 +182,36 @@ def model_cost(
     return ModelCost(vision=vision, language=language, window=window, side=side)
 
 
+@functools.lru_cache
+def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) -> ModelCost:
+    """The cost of the model of ``packing.cost_model``; `CONSTANTS` if there is none, and, with a warning, if its layers
+    are not known. `indexed`: for sizes of an index.
+
+    Raises ConfigError: as `model_cost`, or an index does not count the model's windows.
+    """
+    found = model_cost(model, frozen=frozen) if model else CONSTANTS
+    if found is None:
+        told = f"packing.cost_model: the layers of {model} are not known here; packs cost what they do without it."
+        warnings.warn(told, stacklevel=2)
+        return CONSTANTS
+    if indexed and found.side not in (None, SIDE):
+        raise ConfigError(
+            f"packing.cost_model: the vision model of {model} has attention windows of {found.side} x {found.side} "
+            f"patches, and an index counts those of {SIDE} x {SIDE}; leave it out."
+        )
+    return found
+
+
 def _read(model: Any) -> Any:
     """The configuration with its defaults, or a provider as it is; None if transformers does not know the model."""
     from transformers import AutoConfig
 
-    if isinstance(model, str | Path) and not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"{model} has no config.json; name the directory of a Hugging Face model.")
+    if isinstance(model, str | Path):
+        model = Path(model).parent if Path(model).name == "config.json" else Path(model)
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"packing.cost_model: {model} has no config.json; name the directory of a model.")
     try:
-        if isinstance(model, str | Path):
+        if isinstance(model, Path):
             return AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
         return AutoConfig.for_model(**model) if isinstance(model, Mapping) else model
     except (ValueError, KeyError, TypeError):

@@ -36,6 +36,8 @@ PROJECTIONS: dict[str, Callable[[int, int, int, int, int], tuple[int, int, int]]
 }
 """``model_type`` of a vision-language model -> multiply-adds of its projection: of the first matrix and of others per
 merged patches, and per token; of the widths of merged patches, tower, feed-forward part, output and language model."""
+NORMED = {*_QWEN, "internvl", "qianfan_ocr", "gemma3", "mistral3"}
+"""Of these, those whose projection begins with a norm: if it is trained, gradients pass the first matrix too."""
 TOWERS = {
     **dict.fromkeys((*_QWEN, "ernie4_5_vl_moe", "siglip_vision_model"), (2, 0)),
     **dict.fromkeys(("qwen2_5_vl", *_GLM, "pixtral"), (3, 0)),
@@ -313,7 +315,10 @@ def _vision(
     pair = 4 * width * (1 + 2 * moved[0])
     square = pair * (count - past - near) + 4 * width * past
     first, rest, last = PROJECTIONS[family](units * width * len(levels), width, inner, out, target)
-    start, go_on = 1 + trained[1] + moved[0], 1 + trained[1] + (moved[0] or moved[1])
+    start, go_on = (
+        1 + trained[1] + (moved[0] or (trained[1] and family in NORMED)),
+        1 + trained[1] + (moved[0] or moved[1]),
+    )
     mergers = (1 + len(_field(vision, "deepstack_visual_indexes", ()))) * (start * first + go_on * rest)
     embedding = (1 + trained[0]) * int(values) * width
     return {

@@ -190,8 +190,8 @@ def _cells(packs: np.ndarray, costs: np.ndarray, group: int, most: int, random: 
 
 def _level_walk(means: np.ndarray, random: np.random.Generator) -> list[int]:
     """The order of groups whose two costs are ``[2, G]`` means: of those left, in random order, the first that keeps
-    both walks within half of `SHARE` of `RUN` steps, else the one of `DRAWS` that leaves least. Where costs rise together
-    no step would lead out of a corner, so the second walks in a band beside its share of the first."""
+    both walks within half of `SHARE` of `RUN` steps, else the one of `DRAWS` that leaves least. Where costs rise
+    together no step would lead out of a corner, so the second walks in a band beside its share of the first."""
     bound, x, y, order = SHARE / 2 * RUN, 0.0, 0.0, []
     first, second = means[:: 1 if np.ptp(means[0]) > np.ptp(means[1]) else -1] - 1.0
     slope = float(np.clip(first @ second / max(first @ first, 1e-9), -0.9, 0.9))

@@ -133,8 +133,7 @@ def ordered_packs(
         pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1])
         start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
-        sums, known = pack_costs.sum(axis=1), before.sum(axis=1)
-        chosen = balanced_order(sums, group=wide, before=known, seed=[settings.seed, epoch, 3])
+        chosen = balanced_order(pack_costs, group=wide, before=before, seed=[settings.seed, epoch, 3])
         before = np.concatenate([before, pack_costs[chosen]])
         before = before[len(before) // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))

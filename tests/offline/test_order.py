@@ -98,14 +98,9 @@ def waits(ordered: np.ndarray, ranks: int) -> np.ndarray:
 def test_tiles_are_even_within_a_thousandth_and_tokens_within_a_hundredth(scarce: str) -> None:
     """Packs as those of OmniBal's lists, at 18 tiles and 6,016 tokens, and at 18 and 5,000."""
     random, count = np.random.default_rng(0), 100_000
-    if scarce == "tiles":
-        tiles = 18.0 - random.choice(3, count, p=[0.993, 0.005, 0.002])
-        tokens = np.clip(random.normal(5172, 160, count).round(), 4000, 6016)
-    else:
-        tiles, tokens = (
-            18.0 - random.choice(5, count, p=[0.57, 0.28, 0.1, 0.04, 0.01]),
-            5000.0 - random.choice(3, count),
-        )
+    shares, most = ([0.993, 0.005, 0.002], 6016) if scarce == "tiles" else ([0.57, 0.28, 0.1, 0.04, 0.01], 5000)
+    tiles = 18 - random.choice(len(shares), count, p=shares)
+    tokens = np.clip(random.normal(5172, 160, count).round(), 4000, most)
     costs = np.stack([tiles, tokens], axis=1)
     ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
     for ranks in (8, 64, 512):

@@ -280,6 +280,14 @@ def test_a_setting_that_a_family_refuses_is_refused_in_any_value(streams: Stream
             streams.of({name: value})
 
 
+def test_a_state_of_a_policy_that_is_gone_is_refused_in_a_sentence_and_goes_on_where_that_is_accepted():
+    saved, own = {"packing.policy": '"balanced"'}, {"packing.policy": '"window"'}
+    with pytest.raises(ConfigError, match="balanced") as refused:
+        check_fingerprint(saved, own)
+    assert "window" in str(refused.value)
+    assert len(check_fingerprint(saved, own, ("packing.policy",))) == 1
+
+
 def test_a_state_from_before_a_setting_has_its_default() -> None:
     own = {"data.seed": "1", "encoder.special_tokens_in_text": '"keep"', "packing.pairs": '"refuse"'}
     assert check_fingerprint({"data.seed": "1"}, own) == check_fingerprint(own, {"data.seed": "1"}) == []

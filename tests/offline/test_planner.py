@@ -31,6 +31,7 @@ from energon_packing.offline.planner import make_plan
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.constraints import PackLimits, Size
+from energon_packing.packing.policies import POLICIES
 from energon_packing.report.stats import stats_report
 from energon_packing.report.stats_samples import samples_of_index
 from energon_packing.thd.assembly import hides_padding, visible_order
@@ -224,6 +225,18 @@ def test_plans_under_limits_have_one_id_on_processors_with_avx512_with_avx2_and_
         made.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
     assert made[0] == made[1] == made[2]
     assert len(made[0].splitlines()) == 3
+
+
+def test_a_plan_of_a_policy_that_is_gone_is_read_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(POLICIES, "_entries", {**POLICIES._entries, "balanced": POLICIES.find("next_fit")})
+    index = made_index(tmp_path / "index", {"a": [drawn_rows(200, seed=0)]})
+    run = config(packing={"policy": "balanced"})
+    before = all_packs(planned(tmp_path, index, run))
+    monkeypatch.undo()
+    plan = Plan.open(tmp_path / "plan.parquet")
+    assert (all_packs(plan), plan.facts.decided["policy"]) == (before, "balanced")
+    with pytest.raises(UserError, match="'balanced', an unknown packing policy; known: best_fit, next_fit, window"):
+        planned(tmp_path, index, run)
 
 
 def test_a_plan_is_known_by_what_it_holds_not_by_where_its_data_are_or_how_they_are_loaded(tmp_path: Path) -> None:

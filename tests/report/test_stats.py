@@ -453,7 +453,7 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
         (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
         (("DATASET",), "--set encoder.processor"),
-        (("INDEX", "--fill"), "No such option: --fill"),
+        (("INDEX", "--fill"), "No such option '--fill'"),
         (
             ("INDEX", "--set", "packing.policy=first_fit"),
             "packing.policy is 'first_fit', an unknown packing policy; known",

@@ -65,7 +65,7 @@ def test_ranks_hardly_wait_at_any_data_parallel_size(mixes: dict[str, np.ndarray
 
 
 def test_ranks_hardly_wait_after_the_vision_tower_nor_after_the_language_model() -> None:
-    mix = drawn_mix(3_200_000)
+    mix = drawn_mix(2_400_000)
     units = -(-mix.length // 8)
     fits = (units <= 4096) & (mix.images <= 120)
     limits = Constraints(costs={"images": mix.images[fits]}, limits={"images": 120})

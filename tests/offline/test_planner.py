@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from bench.offline_index import write_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_index import Row, drawn_rows, made_index, row
@@ -27,7 +28,7 @@ from energon_packing.offline import plan as plan_file
 from energon_packing.offline.files import HOST
 from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
-from energon_packing.offline.planner import make_plan
+from energon_packing.offline.planner import efficiency_of, make_plan
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.constraints import PackLimits, Size
@@ -297,6 +298,20 @@ def test_a_plan_says_what_each_pack_costs_the_vision_model_and_the_language_mode
     assert plan.costs(0, len(plan)).tolist() == expected.tolist()
     assert plan.costs(7, 31).tolist() == expected[7:31].tolist()
     assert plan.costs(9, 9).shape == (0, 2)
+
+
+def test_packs_of_a_step_cost_the_vision_tower_nearly_the_same_and_the_language_model_too(tmp_path: Path) -> None:
+    write_index(tmp_path / "mix", 40_000)
+    run = from_mapping(RunConfig, {"packing": {"seq_length": 32768}, "plan": {"epochs": 2}}, where="the test")
+    plan = planned(tmp_path, tmp_path / "mix", run)
+    costs = plan.costs(0, len(plan))
+    shuffled = np.random.default_rng(0).permutation(costs)
+    for vision_or_language in (0, 1):
+        found, random = (efficiency_of(each[:, vision_or_language], 8) for each in (costs, shuffled))
+        assert found is not None
+        assert random is not None
+        assert found >= 0.97
+        assert random < 0.9
 
 
 def test_a_reader_of_one_pack_reads_few_rows_of_others(tmp_path: Path) -> None:

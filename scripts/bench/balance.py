@@ -151,9 +151,9 @@ def packs_of_lists(samples: int, omnibal: Path | None, seed: int) -> Iterator[tu
 
 
 def turns(costs: np.ndarray, ranks: int, window: int, runs: int) -> np.ndarray:
-    """The packs ``[P, 2]``, dealt to ranks, in the order of steps: each rank sorts blocks of `window`, up and down in turn,
-    by the sum of costs (`runs` 1, as ``packing.balance_window`` does), or cuts them by vision into runs, which it sorts
-    by language."""
+    """The packs ``[P, 2]``, dealt to ranks, in the order of steps. Each sorts blocks of `window`, up and down in turn,
+    by the sum of costs (`runs` 1, as ``packing.balance_window``), or cuts them by vision into runs that it sorts by
+    language."""
     of_ranks = costs[: len(costs) // ranks * ranks].reshape(ranks, -1, 2).copy()
     for packs in of_ranks:
         for number, start in enumerate(range(0, len(packs), window)):

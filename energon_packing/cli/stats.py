@@ -126,7 +126,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
     if is_index(path):
-        return samples_of_index(Index.open(path), str(path))
+        return samples_of_index(Index.open(path), str(path), run)
     if not given.full:
         return samples_of_dataset(str(path), given.split, run, most=given.samples, seed=given.seed, progress=shown)
     from energon_packing.convert.workspace import dry_workspace
@@ -136,7 +136,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
     index = measure(config, run, shown).index
     assert index is not None  # this command measures all shards itself
-    return replace(samples_of_index(index, str(path)), kind="data set")
+    return replace(samples_of_index(index, str(path), run), kind="data set")
 
 
 def print_stats(console: Console, report: Mapping[str, Any]) -> None:

@@ -14,6 +14,11 @@ A step takes the next D packs and lasts as long as the costliest, so packs of si
 What an epoch has too many for whole groups, and all of a small one, is cut into pieces of neighbours in cost: parts of
 a group as in 3, of the largest size that fits, then the next. So steps of these sizes are even too. Where an epoch
 has begun a group, the next one goes on with pieces that cost about as much as the packs beside them in a part.
+
+Where ranks wait for each other twice, after the vision tower and after the language model, packs are neighbours in two
+costs: instead of 1 and 2, an epoch is cut in two, again and again, by the cost whose maximum is further above its mean
+and where ranks then wait least; the packs of each of about `CELLS` parts are dealt to its groups. Parts of groups are
+sorted by the less even cost, too. A replica's sum over several steps is at least as even as each of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +27,8 @@ import numpy as np
 
 BLOCK = 48
 """Groups of a block; a longer one makes steps a little more even and their order less."""
+CELLS = 256
+"""More are more even, too, and packs then meet the same ones in every epoch."""
 RUN = 32
 """Steps in a row whose mean cost is near that of the whole."""
 SHARE = 0.05
@@ -37,35 +44,44 @@ def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: l
     """The order of one epoch's packs: positions ``[P]`` int64, each once.
 
     Args:
-        costs: ``[P]`` of the packs.
+        costs: of the packs: ``[P]``, or ``[P, 2]``, both of which are to be even in every step.
         group: packs of a step at the largest data-parallel size.
         before: costs of the packs of the group, not whole yet, with which the epochs before this one end.
         seed: of all random choices.
     """
     random = np.random.default_rng(seed)
-    costs = np.asarray(costs, dtype=np.float64)
-    shuffled = random.permutation(costs.size)  # packs of equal cost are in random order
-    ascending = shuffled[np.argsort(costs[shuffled], kind="stable")]
-    sizes, known, parts = _sizes(group), np.asarray(before, dtype=np.float64), []
-    for at, size in _pieces(known.size, known.size + costs.size, sizes):
+    table = np.atleast_2d(np.asarray(costs, dtype=np.float64).T)
+    known = np.asarray(before, dtype=np.float64).reshape(-1, len(table)).T
+    told = table.any(axis=1) if table.any() else [0]  # text has one cost
+    count, one = table.shape[1], np.sum(told) < 2
+    shuffled = random.permutation(count)  # packs of equal cost are in random order
+    table, known = table[told][:, shuffled], known[told]
+    left = table[0].argsort(kind="stable") if one else np.arange(count)
+    if not one:
+        means = table.mean(axis=1, keepdims=True)
+        table, known = (table / means).astype(np.float32), known / means
+    sizes, parts = _sizes(group), [left[:0]]
+    for at, size in _pieces(known.shape[1], known.shape[1] + count, sizes):
         begun = at % sizes[sizes.index(size) - 1] if size < group else 0
         if not begun:
             break
-        piece, ascending = _taken(ascending, costs, size, float(known[-begun:].mean()))
-        parts.append(_shuffled_inside(piece[None], random).ravel())
-        known = np.concatenate([known, costs[piece]])
-    middle = float(costs[ascending].mean()) if ascending.size else 0.0
-    tail, ascending = _taken(ascending, costs, ascending.size % group, middle)
-    groups = _groups(ascending, group, random)
+        piece, left = _taken(left, table, size, known[:, -begun:].mean(axis=1))
+        parts.append(_shuffled_inside(_close(piece[None], table), random).ravel())
+        known = np.concatenate([known, table[:, piece]], axis=1)
+    middle = table[:, left].mean(axis=1) if left.size else np.zeros(len(table))
+    tail, left = _taken(left, table, left.size % group, middle)
+    most = max(1, round(left.size / group / CELLS))
+    groups = _groups(left, group, random) if one else _cells(left, table[:, left], group, most, random)
     if len(groups):
-        means = costs[groups].mean(axis=1)
-        order = _level_order(means, float(costs.mean()), random)
-        parts.append(_shuffled_inside(groups[order], random).ravel())
+        means = table[:, groups].mean(axis=2)
+        order = _level_order(means[0], float(table.mean()), random) if one else _level_walk(means, random)
+        parts.append(_shuffled_inside(_close(groups[order], table), random).ravel())
     for _, size in _pieces(0, tail.size, sizes):  # from either end, so that what is left are neighbours too
+        tail = tail if one else tail[_ascending(table[:, tail[None]])[0]]
         at = int(random.integers(2)) * (tail.size - size)
-        parts.append(_shuffled_inside(tail[None, at : at + size], random).ravel())
+        parts.append(_shuffled_inside(_close(tail[None, at : at + size], table), random).ravel())
         tail = np.delete(tail, slice(at, at + size))
-    return np.concatenate([ascending[:0], *parts])
+    return shuffled[np.concatenate(parts)]
 
 
 def order_again(start: int, stop: int, position: int, group: int, seed: list[int], older: bool = False) -> np.ndarray:
@@ -123,14 +139,75 @@ def _pieces(at: int, stop: int, sizes: Sequence[int]) -> Iterator[tuple[int, int
         at += size
 
 
-def _taken(ascending: np.ndarray, costs: np.ndarray, count: int, near: float) -> tuple[np.ndarray, np.ndarray]:
-    """`count` neighbours in order of cost, and the rest. They cost about `near` on average."""
+def _taken(left: np.ndarray, costs: np.ndarray, count: int, near: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`count` neighbours in cost, and the rest. They cost about `near` on average. By one cost, `left` is ascending."""
     if count == 0:
-        return ascending[:0], ascending
-    sums = np.concatenate([[0.0], np.cumsum(costs[ascending])])
+        return left[:0], left
+    if len(costs) == 2:
+        away = np.abs(costs[:, left] - near[:, None]).max(axis=0)
+        within = np.flatnonzero(away <= np.partition(away, count - 1)[count - 1])[:count]
+        return left[within], np.delete(left, within)
+    sums = np.concatenate([[0.0], np.cumsum(costs[0, left])])
     means = (sums[count:] - sums[:-count]) / count
     at = int(np.abs(means - near).argmin())
-    return ascending[at : at + count], np.delete(ascending, slice(at, at + count))
+    return left[at : at + count], np.delete(left, slice(at, at + count))
+
+
+def _ascending(costs: np.ndarray) -> np.ndarray:
+    """The order ``[R, n]`` in which rows with costs ``[2, R, n]`` ascend in that which is less even in them."""
+    second = np.diff(costs.max(axis=2) - costs.mean(axis=2), axis=0)[0] > 0
+    bits = np.where(second[:, None], costs[1], costs[0]).view(np.int32)  # floats from 0 are in the order of their bits
+    keys = bits.astype(np.int64) << 32 | np.arange(costs.shape[2])  # no two are equal, so all machines sort alike
+    keys.sort(axis=1)
+    return np.asarray(keys & 0xFFFFFFFF)
+
+
+def _close(rows: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Rows of packs ``[R, n]``, ordered so that the parts of `_shuffled_inside` are neighbours in both costs; by one
+    cost, they are already."""
+    sizes = _sizes(rows.shape[1])
+    for size in sizes[: max(len(sizes) - 4, 1) : 2] if len(costs) == 2 else ():
+        parts = rows.reshape(-1, size)
+        rows = np.take_along_axis(parts, _ascending(costs.take(parts, axis=1)), axis=1).reshape(rows.shape)
+    return rows
+
+
+def _cells(packs: np.ndarray, costs: np.ndarray, group: int, most: int, random: np.random.Generator) -> np.ndarray:
+    """Groups ``[G, group]`` of packs with these costs, dealt at random from neighbours in both of at most `most`."""
+    count = packs.size // group
+    if count <= most:
+        return random.permutation(packs).reshape(count, group)
+    order = _ascending(costs[:, None])[0]
+    packs, costs = packs.take(order), costs.take(order, axis=1)
+    highest = costs.reshape(2, count, group).max(axis=2)
+    below = np.maximum.accumulate(highest, axis=1).sum(axis=0)
+    above = np.maximum.accumulate(highest[:, ::-1], axis=1)[:, ::-1].sum(axis=0)
+    at = np.arange(1, count)[count // 8 : count - 1 - count // 8]
+    cut = int(at[(at * below[at - 1] + (count - at) * above[at]).argmin()]) * group
+    parts = (packs[:cut], costs[:, :cut]), (packs[cut:], costs[:, cut:])
+    return np.concatenate([_cells(*part, group, most, random) for part in parts])
+
+
+def _level_walk(means: np.ndarray, random: np.random.Generator) -> list[int]:
+    """The order of groups whose two costs are ``[2, G]`` means: of those left, in random order, the first that keeps
+    both walks within half of `SHARE` of `RUN` steps, else the one of `DRAWS` that leaves least. Where costs rise
+    together no step would lead out of a corner, so the second walks in a band beside its share of the first."""
+    bound, x, y, order = SHARE / 2 * RUN, 0.0, 0.0, []
+    first, second = means[:: 1 if np.ptp(means[0]) > np.ptp(means[1]) else -1] - 1.0
+    slope = float(np.clip(first @ second / max(first @ first, 1e-9), -0.9, 0.9))
+    steps = np.stack([first, (second - slope * first) / (1 - abs(slope))], axis=1).tolist()
+    left = random.permutation(len(steps)).tolist()
+    while left:
+        least, chosen = np.inf, 0
+        for at in reversed(range(max(len(left) - DRAWS, 0), len(left))):
+            outside = max(abs(x + steps[left[at]][0]), abs(y + steps[left[at]][1]))
+            if outside < least:
+                least, chosen = outside, at
+            if least <= bound:
+                break
+        order.append(left.pop(chosen))
+        x, y = x + steps[order[-1]][0], y + steps[order[-1]][1]
+    return order
 
 
 def _groups(ascending: np.ndarray, group: int, random: np.random.Generator) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench import packing, peers, tiles
-from bench.balance import emission_order, simulate_steps
+from bench.balance import emission_order, run_two_costs, simulate_steps, turns
 from bench.length_lists import LengthList, look_alike, omnibal_list, read_list
 from forking_python import quick_python
 from hypothesis import given, settings
@@ -233,3 +233,21 @@ def test_one_table_compares_packs_and_steps_and_names_what_is_skipped_or_loses_s
     assert "OmniBal's search: it lost 10 samples" in done.stdout
     assert "LoongForge's best fit: skipped; --loongforge names its checkout" in done.stdout
     assert "| look-alike | 18 / 6,016 | `window` 64 held | " in done.stdout
+
+
+def test_steps_in_the_order_of_two_costs_are_even_in_both():
+    costs = np.random.default_rng(0).uniform(0.5, 1, (20_000, 2)) * [100, 3000]
+    found = {(row["order"], row["ranks"]): row for row in run_two_costs([("made", costs)], ranks=(8, 64))}
+    for ranks in (8, 64):
+        none, one, two = (found[order, ranks] for order in ("none", "one cost", "two costs"))
+        for name in ("vision", "language"):
+            assert two[name] > 0.97 > one[name] > none[name]
+            assert 1 - two[f"wait_{name}"] == pytest.approx(two[name], abs=0.01)
+        assert two["sum_of_4"] >= two["sum"] > 0.97
+        assert found["online, two costs", ranks]["vision"] > found["online", ranks]["vision"]
+        assert found["online, two costs", ranks]["sum"] < found["online", ranks]["sum"]
+
+
+def test_each_rank_turns_its_own_blocks_up_and_down():
+    costs = np.array([[0, 3], [0, 9], [0, 1], [0, 2], [0, 5], [0, 8], [0, 7], [0, 4]])
+    assert turns(costs, 2, 2, 1)[:, 1].tolist() == [3, 5, 9, 8, 2, 7, 1, 4]

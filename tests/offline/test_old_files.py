@@ -27,6 +27,7 @@ from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.source import source_parts
 from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.packing.balance import pack_cost
 
 KEPT = Path(__file__).with_name("kept") / "436f816.tar.xz"
 OLD_DEFAULTS = {"transparency": "processor"}
@@ -90,14 +91,19 @@ def test_files_from_before_settings_are_read_as_their_code_read_them(kept, name,
     assert rows(build_loader(run_on(kept, name, **packing))) == expected["online"]
 
 
-def test_an_index_from_before_settings_is_not_measured_again_and_gives_the_same_plan(kept):
+def test_an_index_from_before_settings_is_not_measured_again_and_gives_the_same_packs(kept):
     run, (file,) = run_on(kept, "a"), (kept / "a-index").glob("*/*.parquet")
     changed = read_metadata(file)["identity"]["changed_ns"]  # which the archive has in seconds
     os.utime(kept / "a-data/text/train-000000.tar", ns=(changed, changed))
     report = measure(MeasureConfig(paths=(kept / "a-data",), out=kept / "a-index", workers=0), run)
     assert (report.measured, report.reused) == (0, 1)
-    facts = make_plan([kept / "a-index"], run, kept / "again.parquet")
-    assert facts.id == Plan.open(kept / "a.parquet").facts.id
+    make_plan([kept / "a-index"], run, kept / "again.parquet")
+    plans = [Plan.open(kept / name) for name in ("a.parquet", "again.parquet")]
+    before, again = (
+        [[(at.shard, at.row) for at in pack.samples] for pack in each.packs(0, len(each))] for each in plans
+    )
+    assert before != again, "their order is that of one cost and of two"
+    assert sorted(before) == sorted(again)
 
 
 @pytest.mark.parametrize("store", ["tokens", "pixels"])
@@ -139,3 +145,10 @@ def findings(path):
 
 def test_plans_and_indexes_of_before_are_as_they_should_be(kept):
     assert [findings(kept / name) for name in ("a.parquet", "pairs.parquet", "a-index", "a-tokens")] == [[]] * 4
+
+
+def test_a_plan_from_before_costs_knows_those_of_its_tokens(kept):
+    plan = Plan.open(kept / "pairs.parquet")
+    (pack_,) = plan.packs(0, 1)
+    lengths = [length for sample in pack_.samples for length in sample.segment_lengths]
+    assert plan.costs(0, 1).tolist() == [[0, pack_cost(lengths)]]

@@ -23,13 +23,26 @@ NOTHING = np.zeros(0)
 def costs_of_packs(lengths: np.ndarray, patches: np.ndarray, capacity: int) -> np.ndarray:
     packs = pack_lengths_flat(lengths, capacity)
     tokens = lengths[packs.order].astype(np.float64)
-    cost = LINEAR * tokens + tokens**2 + PATCH * patches[packs.order]
-    return np.add.reduceat(cost, packs.offsets[:-1])
+    return np.add.reduceat(np.stack([PATCH * patches[packs.order], LINEAR * tokens + tokens**2], 1), packs.offsets[:-1])
+
+
+ONE, TWO = 1, 2
+"""What orders are even in: the sum of costs, or that of the vision tower and that of the language model."""
+
+
+def told(costs: np.ndarray, count: int) -> np.ndarray:
+    return costs.sum(axis=1) if count == ONE else costs
+
+
+def worst(ordered: np.ndarray, ranks: int) -> float:
+    """The efficiency at the barrier at which ranks wait most."""
+    found = [efficiency_of(each, ranks) for each in ordered.reshape(len(ordered), -1).T]
+    return min(each for each in found if each is not None)
 
 
 @pytest.fixture(scope="module")
 def mixes() -> dict[str, np.ndarray]:
-    """Costs of the packs of three multimodal mixes, tens of thousands of packs each."""
+    """Costs of the packs of three multimodal mixes, ``[P, 2]``, tens of thousands of packs each."""
     found = {}
     for name, samples in (("d32", 400_000), ("e", 300_000)):
         made = synthetic_list(name, samples).fitting()
@@ -41,27 +54,86 @@ def mixes() -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.parametrize("count", [ONE, TWO])
 @pytest.mark.parametrize("name", ["d32", "e", "mix"])
-def test_ranks_hardly_wait_at_any_data_parallel_size(mixes: dict[str, np.ndarray], name: str) -> None:
-    costs = mixes[name]
+def test_ranks_hardly_wait_at_any_data_parallel_size(mixes: dict[str, np.ndarray], name: str, count: int) -> None:
+    costs = told(mixes[name], count)
     ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
-    for ranks, least in ((8, 0.998), (64, 0.99), (512, 0.98)):
-        efficiency = efficiency_of(ordered, ranks)
-        assert efficiency is not None
-        assert efficiency >= least, ranks
-    shuffled = efficiency_of(np.random.default_rng(0).permutation(costs), 512)
-    assert shuffled is not None
-    assert shuffled < 0.9
+    for ranks, least in ((8, (0.998, 0.995)), (64, (0.99, 0.98)), (512, (0.98, 0.945))):  # of 42 groups or a few more
+        assert worst(ordered, ranks) >= least[count - 1], ranks
+    assert worst(np.random.default_rng(0).permutation(costs), 512) < 0.9
 
 
+def test_ranks_hardly_wait_after_the_vision_tower_nor_after_the_language_model() -> None:
+    mix = drawn_mix(2_400_000)
+    units = -(-mix.length // 8)
+    fits = (units <= 4096) & (mix.images <= 120)
+    limits = Constraints(costs={"images": mix.images[fits]}, limits={"images": 120})
+    packs = pack_limited(units[fits], 4096, limits)
+    tokens = mix.length[fits][packs.order].astype(np.float64)
+    both = np.stack([PATCH * mix.patches[fits][packs.order], LINEAR * tokens + tokens**2], axis=1)
+    costs = np.add.reduceat(both, packs.offsets[:-1])
+    ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
+    assert worst(ordered, 512) >= 0.98
+    assert worst(ordered, 64) >= 0.99
+    assert worst(ordered, 8) >= 0.998
+    summed = costs[balanced_order(costs.sum(axis=1), group=512, before=NOTHING, seed=[0])]
+    assert worst(summed, 512) < 0.9, "even in the sum alone"
+    # Where gradients are the only barrier, after one micro-batch or after four, both together count.
+    assert worst(ordered.sum(axis=1), 512) >= worst(summed.sum(axis=1), 512)
+    of_four = [
+        each[: len(each) // 2048 * 2048].sum(axis=1).reshape(-1, 4, 512).sum(axis=1).ravel()
+        for each in (ordered, summed)
+    ]
+    assert worst(of_four[0], 512) >= max(0.99, worst(of_four[1], 512))
+
+
+def waits(ordered: np.ndarray, ranks: int) -> np.ndarray:
+    """(max - mean) / max of each cost, mean over steps."""
+    steps = ordered[: len(ordered) // ranks * ranks].reshape(-1, ranks, 2)
+    return np.asarray((1 - steps.mean(axis=1) / steps.max(axis=1)).mean(axis=0))
+
+
+@pytest.mark.parametrize("scarce", ["tiles", "tokens"])
+def test_tiles_are_even_within_a_thousandth_and_tokens_within_a_hundredth(scarce: str) -> None:
+    """Packs as those of OmniBal's lists, at 18 tiles and 6,016 tokens, and at 18 and 5,000."""
+    random, count = np.random.default_rng(0), 100_000
+    shares, most = ([0.993, 0.005, 0.002], 6016) if scarce == "tiles" else ([0.57, 0.28, 0.1, 0.04, 0.01], 5000)
+    tiles = 18 - random.choice(len(shares), count, p=shares)
+    tokens = np.clip(random.normal(5172, 160, count).round(), 4000, most)
+    costs = np.stack([tiles, tokens], axis=1)
+    ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
+    for ranks in (8, 64, 512):
+        assert (waits(ordered, ranks) <= [0.001, 0.01]).all(), (ranks, waits(ordered, ranks))
+    assert (waits(costs, 64) > [0.001, 0.01]).any()
+
+
+def test_text_keeps_the_order_of_one_cost() -> None:
+    language = np.random.default_rng(0).integers(1, 1000, 5000)
+    both = np.stack([np.zeros_like(language), language], axis=1)
+    alone = balanced_order(language, group=64, before=language[:7], seed=[0])
+    assert (balanced_order(both, group=64, before=both[:7], seed=[0]) == alone).all()
+
+
+def test_a_few_packs_with_images_do_not_disturb_those_of_text(mixes: dict[str, np.ndarray]) -> None:
+    costs = np.random.default_rng(0).permutation(mixes["e"])
+    costs[3:, 0] = 0
+    ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
+    alone = costs[balanced_order(costs[:, 1], group=512, before=NOTHING, seed=[0])]
+    assert worst(ordered[:, 1], 512) >= worst(alone[:, 1], 512) - 0.01
+
+
+@pytest.mark.parametrize("count", [ONE, TWO])
 @pytest.mark.parametrize(("name", "seed"), [("d32", 0), ("e", 1), ("mix", 2)])
-def test_the_mean_of_any_32_steps_is_near_that_of_the_whole(mixes: dict[str, np.ndarray], name: str, seed: int) -> None:
-    costs = mixes[name]
+def test_the_mean_of_any_32_steps_is_near_that_of_the_whole(
+    mixes: dict[str, np.ndarray], name: str, seed: int, count: int
+) -> None:
+    costs = told(mixes[name], count)
     group = 64  # hundreds of steps of the largest size
     ordered = costs[balanced_order(costs, group=group, before=NOTHING, seed=[seed])]
-    steps = ordered[: costs.size // group * group].reshape(-1, group).mean(axis=1)
-    sums = np.concatenate([[0.0], np.cumsum(steps)])
-    means = (sums[RUN:] - sums[:-RUN]) / RUN / costs.mean()
+    steps = ordered[: len(costs) // group * group].reshape(-1, group, count).mean(axis=1)
+    sums = np.concatenate([np.zeros((1, count)), np.cumsum(steps, axis=0)])
+    means = (sums[RUN:] - sums[:-RUN]) / RUN / costs.mean(axis=0)
     assert len(means) > 150
     # Blocks differ from the whole by a little, which the walk carries on.
     assert np.abs(means - 1).max() <= SHARE + 0.005
@@ -69,17 +141,20 @@ def test_the_mean_of_any_32_steps_is_near_that_of_the_whole(mixes: dict[str, np.
 
 @given(
     costs=st.lists(st.integers(1, 50), max_size=120),
+    vision=st.none() | st.integers(0, 5),
     group=st.integers(1, 24),
     before=st.lists(st.integers(1, 50), max_size=50),
     seed=st.integers(0, 5),
 )
 def test_every_pack_has_one_place_in_every_epoch_and_pass(
-    costs: list[int], group: int, before: list[int], seed: int
+    costs: list[int], vision: int | None, group: int, before: list[int], seed: int
 ) -> None:
-    begun = np.array(before[: len(before) % group])
-    order = balanced_order(np.array(costs), group=group, before=begun, seed=[seed])
+    begun, given = np.array(before[: len(before) % group]), np.array(costs)
+    if vision is not None:
+        begun, given = (np.stack([each % 7 * vision, each], axis=1) for each in (begun, given))
+    order = balanced_order(given, group=group, before=begun, seed=[seed])
     assert sorted(order.tolist()) == list(range(len(costs)))
-    again = balanced_order(np.array(costs), group=group, before=begun, seed=[seed])
+    again = balanced_order(given, group=group, before=begun, seed=[seed])
     assert order.tolist() == again.tolist()
     start, stop = len(before), len(before) + len(costs)
     for position, older in ((stop, False), (start, False), (stop, True)):
@@ -89,19 +164,26 @@ def test_every_pack_has_one_place_in_every_epoch_and_pass(
 
 def epochs_of(costs: np.ndarray, group: int, seed: int, epochs: int = 3) -> np.ndarray:
     """Costs of these packs in the order of a plan of several epochs."""
-    planned = NOTHING
+    planned = costs[:0]
     for epoch in range(epochs):
-        before = planned[planned.size // group * group :]
-        planned = np.append(planned, costs[balanced_order(costs, group=group, before=before, seed=[seed, epoch])])
+        before = planned[len(planned) // group * group :]
+        chosen = balanced_order(costs, group=group, before=before, seed=[seed, epoch])
+        planned = np.concatenate([planned, costs[chosen]])
     return planned
 
 
-@pytest.mark.parametrize(("packs", "least"), [(242, 0.98), (477, 0.99), (1011, 0.993), (2420, 0.997)])
+@pytest.mark.parametrize(
+    ("count", "packs", "least"),
+    [
+        *((ONE, 242, 0.98), (ONE, 477, 0.99), (ONE, 1011, 0.993), (ONE, 2420, 0.997)),
+        *((TWO, 242, 0.945), (TWO, 477, 0.96), (TWO, 1011, 0.965), (TWO, 2420, 0.98)),
+    ],
+)
 def test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_epoch_and_pass(
-    mixes: dict[str, np.ndarray], packs: int, least: float
+    mixes: dict[str, np.ndarray], count: int, packs: int, least: float
 ) -> None:
     for seed in range(3):
-        costs = np.random.default_rng(seed).choice(mixes["d32"], packs, replace=False)
+        costs = np.random.default_rng(seed).choice(told(mixes["d32"], count), packs, replace=False)
         planned = epochs_of(costs, 512, seed)
         passes = [planned[:packs]]
         for later in (1, 2):
@@ -109,20 +191,15 @@ def test_small_epochs_and_what_is_left_of_large_ones_have_even_steps_in_every_ep
             passes.append(passes[0][order])
         for ordered in (planned, np.concatenate(passes)):
             for ranks in (2, 4, 8):
-                efficiency = efficiency_of(ordered, ranks)
-                assert efficiency is not None
-                assert efficiency >= least, (seed, ranks)
+                assert worst(ordered, ranks) >= least, (seed, ranks)
 
 
+@pytest.mark.parametrize("count", [ONE, TWO])
 @pytest.mark.parametrize("group", [96, 384])
-def test_the_rest_is_cut_by_the_divisors_of_any_group(mixes: dict[str, np.ndarray], group: int) -> None:
-    costs = np.random.default_rng(0).choice(mixes["d32"], group - 1, replace=False)
-    efficiency = efficiency_of(epochs_of(costs, group, 0), 8)
-    assert efficiency is not None
-    assert efficiency >= 0.9
-    shuffled = efficiency_of(np.random.default_rng(0).permutation(costs), 8)
-    assert shuffled is not None
-    assert shuffled < 0.75
+def test_the_rest_is_cut_by_the_divisors_of_any_group(mixes: dict[str, np.ndarray], group: int, count: int) -> None:
+    costs = np.random.default_rng(0).choice(told(mixes["d32"], count), group - 1, replace=False)
+    assert worst(epochs_of(costs, group, 0), 8) >= 0.9
+    assert worst(np.random.default_rng(0).permutation(costs), 8) < 0.75
 
 
 def test_an_order_of_older_versions_is_that_of_their_states() -> None:
@@ -132,36 +209,39 @@ def test_an_order_of_older_versions_is_that_of_their_states() -> None:
     assert packs.tolist() != order_again(0, 22, position=22, group=8, seed=[7, 1, 0, 5]).tolist()
 
 
-def test_a_group_that_two_epochs_share_has_packs_of_similar_cost(mixes: dict[str, np.ndarray]) -> None:
-    costs, group = mixes["d32"][:5000], 512
+@pytest.mark.parametrize(("count", "even"), [(ONE, 0.95), (TWO, 0.75)])
+def test_a_group_that_two_epochs_share_has_packs_of_similar_cost(
+    mixes: dict[str, np.ndarray], count: int, even: float
+) -> None:
+    costs, group = told(mixes["d32"][:5000], count), 512
     both = epochs_of(costs, group, 0, epochs=2)
-    shared = both[costs.size // group * group :][:group]
-    assert shared.mean() >= 0.95 * shared.max()
-    assert np.random.default_rng(0).permutation(costs)[:group].mean() < 0.6 * costs.max()
-    whole, alone = efficiency_of(both, group), efficiency_of(both[: costs.size], group)
-    assert whole is not None
-    assert alone is not None
-    assert whole >= alone - 0.005
+    shared = both[len(costs) // group * group :][:group]
+    assert worst(shared, group) >= even
+    assert (np.random.default_rng(0).permutation(costs)[:group].mean(axis=0) < 0.6 * costs.max(axis=0)).all()
+    assert worst(both, group) >= worst(both[: len(costs)], group) - 0.005
 
 
-def test_the_order_is_a_fair_shuffle(mixes: dict[str, np.ndarray]) -> None:
-    """Where a pack is says nothing about where it is under another seed, or about its cost or its number."""
-    costs, group = mixes["d32"], 16
+@pytest.mark.parametrize("count", [ONE, TWO])
+def test_the_order_is_a_fair_shuffle(mixes: dict[str, np.ndarray], count: int) -> None:
+    """Where a pack is says nothing about where it is under another seed, or about its costs or its number."""
+    costs, group = told(mixes["d32"], count), 16
     places = []
     for seed in range(4):
-        place = np.empty(costs.size)
-        place[balanced_order(costs, group=group, before=NOTHING, seed=[seed])] = np.arange(costs.size)
+        place = np.empty(len(costs))
+        place[balanced_order(costs, group=group, before=NOTHING, seed=[seed])] = np.arange(len(costs))
         places.append(place)
     # A group moves as a whole: a correlation has the noise of as many numbers as there are groups.
-    noise = 4 / np.sqrt(costs.size / group)
-    ranks = np.argsort(np.argsort(costs))
+    noise = 4 / np.sqrt(len(costs) / group)
+    ranks = [np.argsort(np.argsort(each)) for each in costs.reshape(len(costs), -1).T]
     for at, place in enumerate(places):
-        for other in (np.arange(costs.size), ranks, *places[at + 1 :]):
+        for other in (np.arange(len(costs)), *ranks, *places[at + 1 :]):
             assert abs(np.corrcoef(place, other)[0, 1]) < noise
 
 
-def test_every_group_is_shuffled_in_its_own_way() -> None:
-    groups = balanced_order(np.arange(1024.0), group=64, before=NOTHING, seed=[0]).reshape(16, 64)
+@pytest.mark.parametrize("count", [ONE, TWO])
+def test_every_group_is_shuffled_in_its_own_way(count: int) -> None:
+    costs = np.arange(1024.0) if count == ONE else np.stack([np.arange(1024) % 32, np.arange(1024) // 32], axis=1)
+    groups = balanced_order(costs, group=64, before=NOTHING, seed=[0]).reshape(16, 64)
     assert len({tuple(np.argsort(group)) for group in groups}) == 16
 
 

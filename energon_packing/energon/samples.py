@@ -107,8 +107,8 @@ def first_of_same(samples: Sequence[Sample]) -> list[int]:
     if len(times) == len(samples):
         return [*range(len(samples))]
     first: dict[tuple[str, str], int] = {}
-    names = ((sample.__key__, data_of(sample) if times[sample.__key__] > 1 else "") for sample in samples)
-    return [first.setdefault(name, at) for at, name in enumerate(names)]
+    of = [data_of(sample) if times[sample.__key__] > 1 else "" for sample in samples]
+    return [first.setdefault((sample.__key__, of[at]), at) for at, sample in enumerate(samples)]
 
 
 def group_of(sample: Sample) -> str:

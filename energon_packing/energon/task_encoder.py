@@ -513,8 +513,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         good = [(sample, sample.measured) for sample in samples if sample.measured is not None]
         packs = []
         for held in by_group([sample for sample, _ in good]).values():
-            same = np.array(first_of_same([good[at][0] for at in held]))
-            for part in dealt(same):
+            for part in dealt(np.array(first_of_same([good[at][0] for at in held]))):
                 own = [good[held[at]] for at in part]
                 measured = [each for _, each in own]
                 units, room = np.array([self.limits.length_units(each) for each in measured]), self.limits.units

@@ -71,8 +71,7 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun, numbers: np.ndarra
         packs = pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
     bound = max(lower_bound(units, limits.units, constraints), len(parts))
     if padding:
-        if len(parts) == 1:
-            packs = within_padding(packs, units, limits.units, constraints, padding, policy=policy)
+        packs = within_padding(packs, units, limits.units, constraints, padding, policy=policy)
         bound = max(bound, -(-int(padding[0].prod(axis=0).sum()) // padding[1]))
     return packs, bound
 

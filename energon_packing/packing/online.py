@@ -88,15 +88,14 @@ def sliding_packs(
     while True:
         stop = min(next_one + window - held.size, len(numbers))
         held, next_one = np.append(held, np.arange(next_one, stop)), stop
-        ended = held.size < window
-        if not held.size or (ended and steady):
+        if not held.size or (steady and held.size < window):
             return
         offered = held[np.sort(np.unique(numbers[held], return_index=True)[1])]
         own, costs = lengths[offered].tolist(), {name: it[offered].tolist() for name, it in constraints.costs.items()}
         shapes = padding and (padding[0][:, offered], padding[1])
-        chosen = next_pack(policy, own, capacity, costs, constraints.limits, ended=ended, padding=shapes)
-        yield (pack := offered[chosen])
-        held = np.setdiff1d(held, pack, assume_unique=True)
+        chosen = next_pack(policy, own, capacity, costs, constraints.limits, ended=held.size < window, padding=shapes)
+        yield offered[chosen]
+        held = np.setdiff1d(held, offered[chosen], assume_unique=True)
 
 
 def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:

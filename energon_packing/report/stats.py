@@ -571,8 +571,7 @@ class _Dealt:
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
         drawn = random.choice(self.share.size, own, bool(np.count_nonzero(self.share) < own), self.share)
         stream = self._stream(random, drawn, 1)
-        packs = len([*self._packs(stream, window, steady=False)]) if stream.size else 0
-        return packs - float(self.tokens_of[stream].sum()) / room
+        return len([*self._packs(stream, window, steady=False)]) - float(self.tokens_of[stream].sum()) / room
 
     def _packs(self, stream: np.ndarray, window: int | None, *, steady: bool) -> Iterable[np.ndarray]:
         """Packs of a stream in turn; if `steady`, those made before it has ended."""

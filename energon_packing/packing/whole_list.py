@@ -87,8 +87,7 @@ def pack_lengths_flat(
 
 
 def dealt(numbers: np.ndarray) -> list[np.ndarray]:
-    """Positions of samples ``[N]``, each in one of as many parts of equal size as some number comes times: no part has
-    a number twice. So packs of the parts have no sample twice, and the mix of all."""
+    """Positions of samples ``[N]``, in as few parts of equal size as there can be, none with one of `numbers` twice."""
     parts = int(np.bincount(numbers).max(initial=1))
     order = stable_order(numbers) if parts > 1 else np.arange(numbers.size)  # equal ones are neighbours
     return [np.sort(order[part::parts]) for part in range(parts)]

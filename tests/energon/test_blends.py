@@ -252,7 +252,7 @@ def test_no_pack_has_a_sample_twice_also_of_a_data_set_smaller_than_the_window(
     assert max(times.values()) - min(times.values()) <= (buffer or window), "no sample waits for longer"
 
 
-def test_a_small_data_set_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples(
+def test_a_small_part_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples(
     tmp_path, run_config, continues
 ):
     parts = [few(tmp_path / "few", 5), few(tmp_path / "more", 60)]

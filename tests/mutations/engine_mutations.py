@@ -51,8 +51,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=246,
         name="equal keys of two data sets are one sample",
-        test=BLENDS
-        + "test_a_small_data_set_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples",
+        test=BLENDS + "test_a_small_part_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples",
         oracle="the places that Energon names",
         edits=(("energon/samples.py", "data_of(sample) if times[sample.__key__] > 1 else", '"" and'),),
     ),

@@ -91,7 +91,7 @@ def squares_of(sample: Any, side: int = SIDE) -> dict[str, Any]:
     """`SQUARES` of a sample with ``plans`` of its media, or with these fields; 0 of one that has neither."""
     if (plans := getattr(sample, "plans", None)) is None:
         return {name: getattr(sample, name, 0) for name in SQUARES}
-    sums = [media_sums(*plan.grid, side) | {"visual": plan.tokens} for plan in plans]
+    sums = [media_sums(*plan.grid, side=side) | {"visual": plan.tokens} for plan in plans]
     return {name: sum(each[name] for each in sums) for name in SQUARES}
 
 

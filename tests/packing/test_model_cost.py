@@ -191,7 +191,7 @@ def test_a_step_counts_trained_parts_three_times_and_frozen_ones_as_gradients_pa
         pytest.skip("nothing would be trained")
     case = "text" if family == "text" else "wide" if family in ALONE else "sizes"
     _, total, costs = counted(family, case, frozen=frozen)
-    # What differs is little of the vision model too; the counter's backward pass by module mixes it with the other half.
+    # What differs is little of the vision model too; by module, the counter's backward pass mixes both.
     # But it forgets the groups of a convolution, of which linear attention has one, and Ernie's visual experts see the
     # tokens beside an image too.
     near = total if family in ("qwen3_5_vl", "ernie4_5_vl") else costs[0] or costs[1]

@@ -78,7 +78,7 @@ def segments_of(sample: Any) -> tuple[Any, Any]:
     return first, second
 
 
-def media_sums(times: Any, height: Any, width: Any, side: int = SIDE) -> dict[str, Any]:
+def media_sums(times: Any, height: Any, width: Any, *, side: int = SIDE) -> dict[str, Any]:
     """The sums of each image or video, of its grid in patches, ints or ``[N]`` int64; `times` are steps or tiles.
     Windows are rectangles of whole rows and columns, `side` patches long, the last ones smaller."""
     patches = height * width

@@ -122,7 +122,7 @@ def sums_of(cost, ids, plans):
     """The sums of one sample, as the counter sees it: no window saves it anything."""
     sums = dict.fromkeys(("patches", "patch_squares", "window_squares", "images"), 0)
     for plan in plans:
-        for name, value in media_sums(*plan.grid, cost.side or 1).items():
+        for name, value in media_sums(*plan.grid, side=cost.side or 1).items():
             sums[name] += value
     sums |= cost.segment_sums(len(ids)) | {"visual": sum(plan.tokens for plan in plans)}
     return sums | {"sliding": sums["squares"]}

@@ -307,8 +307,8 @@ def _fit(given: SimpleNamespace) -> None:
         vision, language = (f"{1e-6 / each:,.1f}" if (each := found[it]) else "-" for it in ("vision", "language"))
         say(
             f"{found['steps']:,} steps of {found['ranks']} ranks; {found['left_out']} far longer ones are left out",
-            f"a step takes {found['constant']:.4g} s, and on its slowest rank {found['vision']:.4g} s per unit of vision"
-            f" and {found['language']:.4g} s per unit of language",
+            f"a step takes {found['constant']:.4g} s, on its slowest rank {found['vision']:.4g} s a unit of vision"
+            f" and {found['language']:.4g} s a unit of language",
             f"with packing.cost_model, these are {vision} and {language} TFLOP/s of a replica",
             f"R^2 {found['r_squared']:.4f}, median error of a step {found['median_error']:.2%}",
             wrap=True,

@@ -417,7 +417,8 @@ def test_a_plan_and_an_online_window_order_packs_by_the_operations_of_the_model(
             expected[key] = [each / 1e6 for each in cost.of(sums)]
     packs = plan.packs(0, len(plan))
     told = {it.key: (it.vision_cost, it.cost - it.vision_cost) for pack in packs for it in pack.samples}
-    assert told and told.keys() <= expected.keys()
+    assert len(told) > 20
+    assert told.keys() <= expected.keys()
     for key, both in told.items():
         assert both == pytest.approx(expected[key], abs=0.51)
     sums = [[sum(told[it.key][at] for it in pack.samples) for at in range(2)] for pack in packs]

@@ -247,7 +247,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="an index of before has its rows measured already",
         test=PADDED + "test_an_older_index_is_read_without_the_limit_and_measured_again_for_it",
         oracle="the definition",
-        edits=(("offline/measure.py", '"subflavors": plain, **self._more}', '"subflavors": plain}'),),
+        edits=(("offline/measure.py", "self._needed = {*shape, *(", "self._needed = {*("),),
     ),
     Mutation(
         trap=238,

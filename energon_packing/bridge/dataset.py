@@ -38,6 +38,7 @@ from energon_packing.energon.loader import LoaderBase, data_fingerprint
 from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, refuse_unread
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError, refuse
+from energon_packing.families.registry import UNKNOWN
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.packing.model_cost import CONSTANTS, PARTS, ModelCost, model_cost
 from energon_packing.sample_kind import KINDS
@@ -290,8 +291,7 @@ class PackedEnergonDatasetConfig(PackProvider):
         adapted = () if peft is None else ("language_model",)
         found = None if model is None else model_cost(model, frozen=frozen if parts else None, adapted=adapted)
         if found is None:
-            told = f"the layers of {type(model).__name__} are not known here; packs cost what they do without it."
-            warnings.warn(f"dataset.packing.cost_model: {told}", stacklevel=2)
+            warnings.warn(f"dataset.packing.cost_model: the layers of {type(model).__name__} {UNKNOWN}", stacklevel=2)
         return found or CONSTANTS
 
 

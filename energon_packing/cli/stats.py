@@ -25,7 +25,7 @@ from energon_packing.cli.options import (
 )
 from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
-from energon_packing.errors import refuse
+from energon_packing.errors import UserError, refuse
 
 _EXAMPLES = """
 Examples:
@@ -36,6 +36,7 @@ Examples:
   energon-packing stats plan.parquet --json
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
+  energon-packing stats --fit run/metrics
 """
 _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
@@ -46,7 +47,7 @@ def _many(name: str, told: str) -> Callable[[Any], Any]:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("path", metavar="DATASET|INDEX|PLAN", type=PATH)
+@click.argument("path", metavar="DATASET|INDEX|PLAN|METRICS", type=PATH)
 @config_options
 @split_option
 @defaulted("--samples", type=click.IntRange(min=2), default=2000, help="Samples to measure, drawn at random.")
@@ -58,6 +59,7 @@ def _many(name: str, told: str) -> Callable[[Any], Any]:
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
+@click.option("--fit", is_flag=True, help="Seconds per unit of cost; the argument is the metrics of a run.")
 @json_option
 @click.pass_context
 def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None:
@@ -65,14 +67,24 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
     error bars. A plan knows tokens only. A data set needs the extra vlm too.
+
+    --fit says how long the steps of a run took for what their packs cost, vision and language apart, from the lines of
+    metrics.directory.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if options["fit"] and (wrong := sorted(asked - {"fit"})):
+        named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
+        raise UserError(f"`stats --fit` does not take {named}; leave it out.")
     starting(f"Reading {path}", quiet=as_json)
+    given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
+    (_fit if options["fit"] else _statistics)(given)
+
+
+def _statistics(given: SimpleNamespace) -> None:
     from energon_packing.report.page import write_whole
     from energon_packing.report.stats import reader_figures, stats_report
     from energon_packing.report.stats_page import stats_page
 
-    given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
     run = load_config(given.config_path, given.overrides)
     given.split = given.split if "split" in given.asked else run.data.split
     stages = dict.fromkeys(("sample", "measure"), "measuring")
@@ -216,3 +228,20 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
         for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]
     ]
     return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
+
+
+def _fit(given: SimpleNamespace) -> None:
+    from energon_packing.report.fit import fit_report
+
+    def show(found: Mapping[str, Any]) -> None:
+        vision, language = (f"{1e-6 / each:,.1f}" if (each := found[it]) else "-" for it in ("vision", "language"))
+        say(
+            f"{found['steps']:,} steps of {found['ranks']} ranks; {found['left_out']} far longer ones are left out",
+            f"a step takes {found['constant']:.4g} s, on its slowest rank {found['vision']:.4g} s a unit of vision"
+            f" and {found['language']:.4g} s a unit of language",
+            f"with packing.cost_model, these are {vision} and {language} TFLOP/s of a replica",
+            f"R^2 {found['r_squared']:.4f}, median error of a step {found['median_error']:.2%}",
+            wrap=True,
+        )
+
+    answer(fit_report(given.path), given.as_json, show, indent=1)

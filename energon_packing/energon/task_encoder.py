@@ -53,10 +53,11 @@ from energon_packing.energon.states import settings_of
 from energon_packing.energon.window import DisjointPackingDataset, SplitPieces, WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, refuse
 from energon_packing.families.geometry import MOST_PATCHES
+from energon_packing.families.registry import cost_of
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
-from energon_packing.packing.model_cost import ModelCost, cost_of
+from energon_packing.packing.model_cost import ModelCost
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple

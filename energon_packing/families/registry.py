@@ -5,6 +5,7 @@ import functools
 import os.path
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.ernie4_5_vl import missing_font
+from energon_packing.packing.model_cost import CONSTANTS, SIDE, ModelCost, model_cost
 from energon_packing.registry import Registry
 
 
@@ -128,3 +130,44 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
         "Try the family 'huggingface', which uses the processor's own counts, or register a new family with "
         "energon_packing.families.registry.register_family."
     )
+
+
+@functools.lru_cache
+def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) -> ModelCost:
+    """The cost of the model of ``packing.cost_model``; `CONSTANTS` where none is named, and, with a warning, where its
+    layers are not known. Its files run no code and need no network.
+
+    Args:
+        model: directory of its ``config.json``, or this file.
+        frozen: parts of it, see `model_cost`.
+        indexed: for sizes of an index, which counts attention windows of one size.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or an index does not count the model's windows.
+    """
+    if not model:
+        return CONSTANTS
+    place = Path(model).parent if Path(model).name == "config.json" else Path(model)
+    if not (place / "config.json").is_file():
+        raise ConfigError(f"packing.cost_model: {place} has no config.json; name the directory of a model.")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+        found = model_cost(config, frozen=frozen)
+    except OSError as error:
+        raise ConfigError(f"packing.cost_model: {place} cannot be read ({error}).") from error
+    except (ValueError, KeyError, TypeError):  # what it does not know, or Python of the model's own
+        found = None
+    if found is None:
+        warnings.warn(f"packing.cost_model: the layers of {model} {UNKNOWN}", stacklevel=2)
+        return CONSTANTS
+    if indexed and found.side not in (None, SIDE):
+        raise ConfigError(
+            f"packing.cost_model: the vision model of {model} has attention windows of {found.side} x {found.side} "
+            f"patches, and an index counts those of {SIDE} x {SIDE}; leave it out."
+        )
+    return found
+
+
+UNKNOWN = "are not known here; packs cost what they do without it."

@@ -10,7 +10,7 @@ from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, Ru
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import PackLimits, shape_of
-from energon_packing.packing.model_cost import CONSTANTS, SQUARES, ModelCost, cost_of, squares_of
+from energon_packing.packing.model_cost import CONSTANTS, SQUARES, ModelCost, squares_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
 from energon_packing.thd.alignment import check_multiple
 
@@ -119,6 +119,10 @@ class Conversations(SampleKind):
         return row_limits(packing, packing.seq_length, run.parallel.multiple, family)
 
     def cost(self, run: RunConfig) -> ModelCost:
+        if not run.packing.cost_model:
+            return CONSTANTS
+        from energon_packing.families.registry import cost_of
+
         return cost_of(run.packing.cost_model, run.packing.cost_frozen, indexed=True)
 
     def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:

@@ -9,12 +9,9 @@ activations and positions are left out. Costs are linear in a few sums over a pa
   ``window_squares``, of those of each attention window; and ``images``, their number, as each may have a token more.
 """
 
-import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,7 +75,7 @@ def segments_of(sample: Any) -> tuple[Any, Any]:
     return first, second
 
 
-def media_sums(times: Any, height: Any, width: Any, side: int = SIDE) -> dict[str, Any]:
+def media_sums(times: Any, height: Any, width: Any, *, side: int = SIDE) -> dict[str, Any]:
     """The sums of each image or video, of its grid in patches, ints or ``[N]`` int64; `times` are steps or tiles.
     Windows are rectangles of whole rows and columns, `side` patches long, the last ones smaller."""
     patches = height * width
@@ -91,7 +88,7 @@ def squares_of(sample: Any, side: int = SIDE) -> dict[str, Any]:
     """`SQUARES` of a sample with ``plans`` of its media, or with these fields; 0 of one that has neither."""
     if (plans := getattr(sample, "plans", None)) is None:
         return {name: getattr(sample, name, 0) for name in SQUARES}
-    sums = [media_sums(*plan.grid, side) | {"visual": plan.tokens} for plan in plans]
+    sums = [media_sums(*plan.grid, side=side) | {"visual": plan.tokens} for plan in plans]
     return {name: sum(each[name] for each in sums) for name in SQUARES}
 
 
@@ -145,25 +142,23 @@ CONSTANTS = ModelCost(vision={"patches": PATCH}, language={"tokens": LINEAR, "sq
 
 
 def model_cost(
-    model: Any, *, frozen: Collection[str] | None = None, adapted: Collection[str] = (), causal: bool = True
+    config: Any, *, frozen: Collection[str] | None = None, adapted: Collection[str] = (), causal: bool = True
 ) -> ModelCost | None:
     """Returns the cost of a step, or None if the model's layers are not known here.
 
     A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once.
 
     Args:
-        model: a Hugging Face configuration, its mapping, its ``config.json`` or the directory of it, or Bridge's
-            provider.
+        config: Hugging Face's configuration of a model, or Bridge's provider.
         frozen: which of `PARTS` are; None for what a provider's ``freeze_...`` say. All of them for inference.
         adapted: which of `PARTS` are frozen but for low-rank adapters, which are not counted.
         causal: whether attention of the language model computes only the half of the pairs that it uses, as kernels do.
 
     Raises:
-        ConfigError: the directory has no ``config.json``, or there is no such part.
+        ConfigError: there is no such part.
     """
     if unknown := {*adapted, *(frozen or ())} - {*PARTS}:
         raise ConfigError(f"A model has no part {sorted(unknown)[0]!r}; its parts are {', '.join(PARTS)}.")
-    config = _read(model)
     is_provider = not hasattr(config, "get_text_config")
     full = getattr(config, "hf_config", None) or config  # Ministral 3 has its vision there
     vision, text = getattr(full, "vision_config", None), config if is_provider else config.get_text_config()
@@ -182,42 +177,6 @@ def model_cost(
     seen, side = ({}, None) if vision is None else _vision(family, full, vision, _field(text, "width"), trained, moved)
     vision, language = ({name: each for name, each in part.items() if each} for part in (seen, language))
     return ModelCost(vision=vision, language=language, window=window, side=side)
-
-
-@functools.lru_cache
-def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) -> ModelCost:
-    """The cost of the model of ``packing.cost_model``; `CONSTANTS` if there is none, and, with a warning, if its layers
-    are not known. `indexed`: for sizes of an index.
-
-    Raises ConfigError: as `model_cost`, or an index does not count the model's windows.
-    """
-    found = model_cost(model, frozen=frozen) if model else CONSTANTS
-    if found is None:
-        told = f"packing.cost_model: the layers of {model} are not known here; packs cost what they do without it."
-        warnings.warn(told, stacklevel=2)
-        return CONSTANTS
-    if indexed and found.side not in (None, SIDE):
-        raise ConfigError(
-            f"packing.cost_model: the vision model of {model} has attention windows of {found.side} x {found.side} "
-            f"patches, and an index counts those of {SIDE} x {SIDE}; leave it out."
-        )
-    return found
-
-
-def _read(model: Any) -> Any:
-    """The configuration with its defaults, or a provider as it is; None if transformers does not know the model."""
-    from transformers import AutoConfig
-
-    if isinstance(model, str | Path):
-        model = Path(model).parent if Path(model).name == "config.json" else Path(model)
-        if not (model / "config.json").is_file():
-            raise ConfigError(f"packing.cost_model: {model} has no config.json; name the directory of a model.")
-    try:
-        if isinstance(model, Path):
-            return AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
-        return AutoConfig.for_model(**model) if isinstance(model, Mapping) else model
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 def _kind(config: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.old_states import refused_without
 
 from energon_packing.config import (
@@ -101,6 +102,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "packing.max_cost_per_pack": (1000.0, {}, True),
     "packing.max_padded_pixels_per_pack": (1000, {}, False),  # this family does not pad
     "packing.balance_window": (4, {}, True),
+    "packing.cost_model": ("MODEL", {"packing.balance_window": 4}, True),
+    "packing.cost_frozen": (("vision_model",), {"packing.cost_model": "MODEL"}, False),  # needs a balance window
     "packing.oversize": ("truncate", {"packing.seq_length": 256}, True),
     "packing.split_at": ("token", SPLIT, True),
     "packing.split_positions": ("continue", SPLIT, True),
@@ -121,6 +124,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "parallel.cp_comm_type": ("p2p", {}, False),
     "parallel.hierarchical_context_parallel_sizes": ((2,), {}, False),
 }
+PLACES = {"ledger": "ledger", "cost_model": "model"}
 TOGETHER = {name: value for name, (value, besides, changes) in CHANGES.items() if not (besides or changes)}
 """Fields that change no pack; all at once change none either, so one stream is read for them."""
 SECTIONS = {"data": DataConfig, "encoder": EncoderConfig, "packing": PackingConfig, "parallel": ParallelConfig}
@@ -170,6 +174,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = make_data(root / "raw", conversations=30, seed=5, defects=False)
     for name in ("data", "copy"):
         convert(ConvertConfig(sources=(source,), out=root / name, split={"train": 0.8, "val": 0.2}, workers=0))
+    text = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 9000}
+    transformers.Qwen2_5_VLConfig(text_config=text).save_pretrained(root / "model")  # costs more for an image than text
     return root
 
 
@@ -177,7 +183,7 @@ def made(root: Any, values: dict[str, Any]) -> RunConfig:
     """The configuration of dotted names."""
     values = {"data.path": str(root / "data"), "encoder.processor": "qwen2_5_vl", **BASE, **values}
     values |= {"data.path": str(root / "copy")} if values["data.path"] == "COPY" else {}
-    values |= {"packing.ledger": str(root / "ledger")} if values.get("packing.ledger") else {}
+    values |= {f"packing.{it}": str(root / name) for it, name in PLACES.items() if values.get(f"packing.{it}")}
     values["encoder.processor"] = str(processor_path(values["encoder.processor"]))
     limits = {name.split(".")[2]: value for name, value in values.items() if name.startswith("encoder.limits.")}
 

@@ -12,6 +12,8 @@ ENGINE_TRAPS = {
     238: "the cost of a pack is of other pairs of tokens or patches than the model's attention has",
     239: "a part of the model that rests counts as if it worked: frozen, or experts that a token does not choose",
     246: "a sample of a small data set fills a pack with copies of itself",
+    242: "packs are ordered by what another model costs, or by an index that does not hold what the model needs",
+    243: "a fit of the steps of a run takes waits for its work, or a rank that waited for the slowest one",
 }
 
 BALANCE = "tests/packing/test_balance.py::"
@@ -23,6 +25,8 @@ LONG_ROWS = (
 )
 TWO_LIMITS = "tests/packing/test_window.py::test_"
 PADDED = "tests/energon/test_padded_pixels.py::"
+MEASURE = "tests/offline/test_measure.py::"
+FIT = "tests/energon/test_pack_metrics.py::test_a_fit_finds_what_vision_and_language_took_in_the_steps_of_a_run"
 MODEL_COST = "tests/packing/test_model_cost.py::"
 EXECUTORS = "tests/executors/test_executors.py::"
 
@@ -314,7 +318,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="an index of before has its rows measured already",
         test=PADDED + "test_an_older_index_is_read_without_the_limit_and_measured_again_for_it",
         oracle="the definition",
-        edits=(("offline/measure.py", '"subflavors": plain, **self._more}', '"subflavors": plain}'),),
+        edits=(("offline/measure.py", "self._needed = {*shape, *(", "self._needed = {*("),),
     ),
     Mutation(
         trap=238,
@@ -331,5 +335,47 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         + "test_a_step_counts_trained_parts_three_times_and_frozen_ones_as_gradients_pass[llava-vision_model]",
         oracle="the matrix products that PyTorch counts in the real model",
         edits=(("packing/model_cost.py", "(1 + trained[0] + moved[0])", "3"),),
+    ),
+    Mutation(
+        trap=239,
+        name="no gradient passes the first matrix of a projection whose norm is trained",
+        test=MODEL_COST
+        + "test_a_step_counts_trained_parts_three_times_and_frozen_ones_as_gradients_pass[internvl-vision_model]",
+        oracle="the matrix products that PyTorch counts in the real model",
+        edits=(("packing/model_cost.py", "(trained[1] and family in NORMED)", "False"),),
+    ),
+    Mutation(
+        trap=242,
+        name="a plan goes by the constants where the model is known",
+        test=MEASURE + "test_a_plan_and_an_online_window_order_packs_by_the_operations_of_the_model",
+        oracle="the operations of the rows that the loader makes",
+        edits=(
+            (
+                "offline/planner.py",
+                "kind_of_config(config).cost(config).costs(",
+                "kind_of_config(config).__class__.__base__.cost(None, None).costs(",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=242,
+        name="an index without squares of patches is not measured again for the cost of a model",
+        test=MEASURE + "test_an_index_from_before_squares_is_measured_again_only_for_the_cost_of_a_model",
+        oracle="the index that was measured anew",
+        edits=(("offline/measure.py", ' or self._needed - {*stored.get("columns", ())}:', ":"),),
+    ),
+    Mutation(
+        trap=243,
+        name="waits for packs count as the work of a step",
+        test=FIT,
+        oracle="the seconds that the test planted",
+        edits=(("energon/metrics.py", "begun = now - self._idle", "begun = now"),),
+    ),
+    Mutation(
+        trap=243,
+        name="the fastest rank explains how long a step took",
+        test=FIT,
+        oracle="the seconds that the test planted",
+        edits=(("report/fit.py", "(costs @ slope).argmax(axis=1)", "(costs @ slope).argmin(axis=1)"),),
     ),
 )

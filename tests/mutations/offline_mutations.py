@@ -766,7 +766,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="keys of a plan are in no digest",
         test=COMMAND + "test_a_row_of_a_plan_that_is_a_copy_of_another_is_found_wherever_the_plan_lies[polylithic]",
         oracle="the plan as it was written",
-        edits=(("offline/plan.py", '("key", "offset", "size")]', '("offset", "size")]'),),
+        edits=(("offline/plan.py", '("key", "offset", "size", *', '("offset", "size", *'),),
     ),
     Mutation(
         trap=219,

@@ -26,7 +26,8 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError
-from energon_packing.packing.model_cost import CHUNK, PARTS, media_sums, model_cost
+from energon_packing.families.registry import cost_of
+from energon_packing.packing.model_cost import CHUNK, CONSTANTS, PARTS, media_sums, model_cost
 
 CLOSE = 0.02
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", *MADE, "text")
@@ -122,7 +123,7 @@ def sums_of(cost, ids, plans):
     """The sums of one sample, as the counter sees it: no window saves it anything."""
     sums = dict.fromkeys(("patches", "patch_squares", "window_squares", "images"), 0)
     for plan in plans:
-        for name, value in media_sums(*plan.grid, cost.side or 1).items():
+        for name, value in media_sums(*plan.grid, side=cost.side or 1).items():
             sums[name] += value
     sums |= cost.segment_sums(len(ids)) | {"visual": sum(plan.tokens for plan in plans)}
     return sums | {"sliding": sums["squares"]}
@@ -191,7 +192,7 @@ def test_a_step_counts_trained_parts_three_times_and_frozen_ones_as_gradients_pa
         pytest.skip("nothing would be trained")
     case = "text" if family == "text" else "wide" if family in ALONE else "sizes"
     _, total, costs = counted(family, case, frozen=frozen)
-    # What differs is little of the vision model too; the counter's backward pass by module mixes it with the other half.
+    # What differs is little of the vision model too; by module, the counter's backward pass mixes both.
     # But it forgets the groups of a convolution, of which linear attention has one, and Ernie's visual experts see the
     # tokens beside an image too.
     near = total if family in ("qwen3_5_vl", "ernie4_5_vl") else costs[0] or costs[1]
@@ -253,27 +254,30 @@ def test_a_cost_is_linear_in_the_sums_of_a_pack():
         cost.of({name: value for name, value in sums.items() if name != "window_squares"})
 
 
-def test_a_configuration_is_read_from_its_object_its_mapping_and_its_directory(tmp_path):
+def test_a_configuration_is_read_from_its_directory_and_its_file(tmp_path):
     config = transformers.Gemma3Config(
         text_config={"num_hidden_layers": 4}, vision_config={"hidden_size": 96, "image_size": 896, "patch_size": 14}
     )
     config.save_pretrained(tmp_path)
-    expected = model_cost(config)
-    assert model_cost(tmp_path) == model_cost(str(tmp_path)) == expected
-    assert model_cost(json.loads((tmp_path / "config.json").read_text())) == expected
+    assert cost_of(str(tmp_path)) == cost_of(str(tmp_path / "config.json")) == model_cost(config)
+    assert cost_of(str(tmp_path), PARTS[:1]) == model_cost(config, frozen=PARTS[:1]) != model_cost(config)
+    assert cost_of("") is CONSTANTS
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "mamba2", "gpt_oss", "kosmos-2", "nobody_knows"])
-def test_a_model_that_is_not_known_has_no_cost(kind, tmp_path):
+def test_a_model_that_is_not_known_costs_what_packs_do_without_it(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    assert model_cost(tmp_path) is None
-    assert model_cost({"model_type": kind}) is None
+    with pytest.warns(UserWarning, match="layers of .* are not known here; packs cost what they do without it"):
+        assert cost_of(str(tmp_path)) is CONSTANTS
     assert model_cost(SimpleNamespace(num_layers=2)) is None
 
 
 def test_a_wrong_directory_or_part_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json; name the directory"):
-        model_cost(tmp_path)
+        cost_of(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ConfigError, match=r"packing\.cost_model: .* cannot be read"):
+        cost_of(str(tmp_path))
     with pytest.raises(ConfigError, match="A model has no part 'visual'; its parts are vision_model, vision_project"):
         model_cost(transformers.LlamaConfig(), frozen=["visual"])
 

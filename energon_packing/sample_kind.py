@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # conversion and planning need neither torch nor Energon
     from megatron.energon import CrudeSample
     from megatron.energon.cache import FileStore
 
+    from energon_packing.packing.model_cost import ModelCost
+
 AnyRun = Any
 """A configuration: `SampleKind.run_class` of some kind."""
 NO_ROW = 2**30
@@ -130,6 +132,13 @@ class SampleKind(ABC):
         """Returns limits of a pack that configuration and family alone determine, as the task encoder has them. Raises
         `ConfigError`: ``seq_length`` is not a multiple of the alignment; `UserError`: only the task encoder knows
         them."""
+
+    def cost(self, run: Any) -> ModelCost:
+        """Returns what samples of an index cost. Raises `ConfigError`: ``packing.cost_model`` cannot be read, or is not
+        of an index."""
+        from energon_packing.packing.model_cost import CONSTANTS
+
+        return CONSTANTS
 
     @abstractmethod
     def decided(self, run: Any, limits: Any) -> dict[str, Any]:

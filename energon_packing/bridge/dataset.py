@@ -7,6 +7,7 @@ reader per replica.
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,7 @@ from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder, r
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError, refuse
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.packing.model_cost import CONSTANTS, PARTS, ModelCost, model_cost
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
@@ -276,7 +278,21 @@ class PackedEnergonDatasetConfig(PackProvider):
             config.parallel,
             fingerprint=lambda: data_fingerprint(config) | named,
             accept_changed=config.data.accept_changed,
+            cost=None if config.packing.cost_model != "model" else self._model_cost(),
         )
+
+    def _model_cost(self) -> ModelCost:
+        """The cost of the run's model; of its parts those are frozen that the model or PEFT freezes. Adapters outside
+        of the language model are not seen."""
+        model, peft = getattr(self._run, "model", None), getattr(self._run, "peft", None)
+        parts = {} if peft is None else {part: getattr(peft, f"freeze_{part}", True) for part in PARTS}
+        frozen = [part for part in parts if parts[part] or getattr(model, f"freeze_{part}", False)]
+        adapted = () if peft is None else ("language_model",)
+        found = None if model is None else model_cost(model, frozen=frozen if parts else None, adapted=adapted)
+        if found is None:
+            told = f"the layers of {type(model).__name__} are not known here; packs cost what they do without it."
+            warnings.warn(f"dataset.packing.cost_model: {told}", stacklevel=2)
+        return found or CONSTANTS
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.

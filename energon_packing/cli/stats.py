@@ -39,6 +39,7 @@ Examples:
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
   energon-packing stats --fill lengths.npz --multiple 8 --image-limit 48 --policy window --window 256
+  energon-packing stats --fit run/metrics
   energon-packing stats --fill lengths.txt --capacity 32768 --ranks 8 --ranks 64 --balance-window 64
 """
 _BAR = 24
@@ -52,7 +53,7 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("path", metavar="DATASET|INDEX|PLAN|LENGTHS", type=PATH)
+@click.argument("path", metavar="DATASET|INDEX|PLAN|LENGTHS|METRICS", type=PATH)
 @config_options
 @split_option
 @defaulted("--samples", type=click.IntRange(min=2), default=2000, help="Samples to measure, drawn at random.")
@@ -64,6 +65,7 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
+@click.option("--fit", is_flag=True, help="Seconds per unit of cost; the argument is the metrics of a run.")
 @together(
     click.option("--fill", is_flag=True, help="Fill per policy; the argument is a file with the lengths of samples."),
     click.option("--capacity", type=AT_LEAST_1, help="--fill: tokens per pack. Default: `capacity` of the .npz file."),
@@ -84,15 +86,19 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     --fill shows how full packs of your own lengths would be, per policy: of .npz with the array `length` (and `images`,
     `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in
     which data-parallel ranks compute, with and without packs sorted by cost.
+
+    --fit says how long the steps of a run took for what their packs cost, vision and language apart, from the lines of
+    metrics.directory.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    fill = options["fill"]
-    if wrong := sorted(asked - {"fill"} - _OF_FILL - _OF_BOTH if fill else asked & _OF_FILL):
+    fill, fit = options["fill"], options["fit"]
+    allowed = {"fit"} if fit else {"fill"} | _OF_FILL | _OF_BOTH if fill else {*options} - _OF_FILL
+    if wrong := sorted(asked - allowed):
         named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
-        raise UserError(f"`stats{' --fill' * fill}` does not take {named}; leave it out.")
+        raise UserError(f"`stats{' --fit' if fit else ' --fill' * fill}` does not take {named}; leave it out.")
     starting(f"{'Packing' if fill else 'Reading'} {path}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
-    (_fill if fill else _statistics)(given)
+    (_fit if fit else _fill if fill else _statistics)(given)
 
 
 def _statistics(given: SimpleNamespace) -> None:
@@ -153,7 +159,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
     if is_index(path):
-        return samples_of_index(Index.open(path), str(path))
+        return samples_of_index(Index.open(path), str(path), run)
     if not given.full:
         return samples_of_dataset(str(path), given.split, run, most=given.samples, seed=given.seed, progress=shown)
     from energon_packing.convert.workspace import dry_workspace
@@ -163,7 +169,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
     index = measure(config, run, shown).index
     assert index is not None  # this command measures all shards itself
-    return replace(samples_of_index(index, str(path)), kind="data set")
+    return replace(samples_of_index(index, str(path), run), kind="data set")
 
 
 def print_stats(console: Console, report: Mapping[str, Any]) -> None:
@@ -292,3 +298,20 @@ def _fill(given: SimpleNamespace) -> None:
         ]
         of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
         Console().print(table(found, right=of_steps))
+
+
+def _fit(given: SimpleNamespace) -> None:
+    from energon_packing.report.fill import fit_report
+
+    def show(found: Mapping[str, Any]) -> None:
+        vision, language = (f"{1e-6 / each:,.1f}" if (each := found[it]) else "-" for it in ("vision", "language"))
+        say(
+            f"{found['steps']:,} steps of {found['ranks']} ranks; {found['left_out']} far longer ones are left out",
+            f"a step takes {found['constant']:.4g} s, and on its slowest rank {found['vision']:.4g} s per unit of vision"
+            f" and {found['language']:.4g} s per unit of language",
+            f"with packing.cost_model, these are {vision} and {language} TFLOP/s of a replica",
+            f"R^2 {found['r_squared']:.4f}, median error of a step {found['median_error']:.2%}",
+            wrap=True,
+        )
+
+    answer(fit_report(given.path), given.as_json, show, indent=1)

@@ -144,6 +144,7 @@ class TrainingConfig:
 Oversize = Literal["drop", "raise", "truncate", "split"]
 SplitAt = Literal["turn", "token"]
 SplitPositions = Literal["restart", "continue"]
+Part = Literal["vision_model", "vision_projection", "language_model"]
 
 MAX_DROPS_WITHOUT_PACK = 20_000
 """Default for how many samples may be dropped since the last pack before the run stops."""
@@ -180,6 +181,13 @@ class PackingConfig:
     """Images x largest height x largest width of a pack, where a family pads them to that: Pixtral, Ministral 3."""
     balance_window: int = setting(1, unit="packs", changes="packs", least=1)
     """Number of selected packs that are sorted by cost before they are emitted; 1 keeps the order of selection."""
+    cost_model: str = setting("", changes="packs", newer=True)
+    """Directory of the ``config.json`` of a Hugging Face model, whose operations packs then cost for
+    ``balance_window``, ``plan``, ``stats`` and metrics; ``model`` in Bridge is the model of the run. Empty, and where
+    the layers are not known, packs cost what they do for ``max_cost_per_pack``, which stays as it is."""
+    cost_frozen: tuple[Part, ...] = setting((), changes="packs", newer=True)
+    """Parts of ``cost_model`` that are not trained, which cost less: ``vision_model``, ``vision_projection`` (merger)
+    and ``language_model``. In Bridge, ``model`` says it itself."""
     oversize: Oversize = setting("drop", changes="rows")
     """What happens to a sample that is longer than a row: ``drop`` enters it in the ledger, ``raise`` stops the run,
     ``truncate`` cuts it after the last turn that fits, ``split`` makes pieces ``KEY#0``, ``KEY#1`` and so on; see
@@ -222,6 +230,8 @@ class PackingConfig:
                 "packing.pad_cu_seqlens fixes the number of boundaries in rows of one width; set pad_to_max_length to "
                 "true, and packing.max_segments_per_pack to the most samples of a row."
             )
+        if self.cost_frozen and self.cost_model in ("", "model"):
+            raise ConfigError("packing.cost_frozen is read for a directory in packing.cost_model; leave it out.")
         if self.policy != "window":  # the registry needs numpy
             from energon_packing.packing.online import check_online_policy
 

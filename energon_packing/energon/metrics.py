@@ -5,7 +5,9 @@ the lines of all ranks together. Nothing here can stop a run: a directory that c
 
 Every line of ``rankN.jsonl`` stands for itself: it sums up its own steps (``last``) and all since the process began
 (``total``). ``pack`` counts the packs that the rank has used, over restarts. ``steps`` has that number and the cost of
-the rank's packs at the end of each step, so that ranks are compared step by step; ``memory``, as a thread saw it last,
+the rank's packs at the end of each step, so that ranks are compared step by step; ``took``, for each of these, the part
+of the cost that is vision, and how long the step before it took without waiting for packs (0 is unknown), for
+``energon-packing stats --fit``; ``memory``, as a thread saw it last,
 the private bytes of the rank's largest worker and decoding process::
 
     {"run": "5e0c9b1f2a3d", "rank": 0, "ranks": 8, "time": 1763850000.125, "pack": 640, "last": {"packs": 40, ...},
@@ -294,11 +296,14 @@ class PackMetrics:
         self._process = os.getpid()
         self._file: LineFile | None = None
         self._told = self._closed = False
-        self._made: deque[tuple[PackSums, Counter[str], float]] = deque()
+        self._made: deque[tuple[PackSums, Counter[str], tuple[float, float]]] = deque()
         self._taken = 0
         self._now, self._all = PackSums(), PackSums()
         self._steps: list[tuple[int, float]] = []
-        self._left, self._cost = 0, 0.0  # of the step that has begun
+        self._took: list[tuple[float, float]] = []
+        self._left, self._cost, self._vision = 0, 0.0, 0.0  # of the step that has begun
+        self._begun: float | None = None  # when, less all waits
+        self._seconds, self._idle = 0.0, 0.0  # of the step before, and all waits
         self._last: tuple[float, Counter[str]] | None = None  # when the last pack was taken, and its work
         self._memory: dict[str, int] = {}
         self._looking: threading.Thread | None = None
@@ -315,7 +320,8 @@ class PackMetrics:
 
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""
-        self._made.append((sums_of(pack, self._capacity), work_of(pack), float(pack.cost)))
+        costs = float(pack.cost), float(pack.vision_cost)
+        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs))
 
     def forget(self) -> None:
         """Forgets packs that were made and will not be taken."""
@@ -350,26 +356,31 @@ class PackMetrics:
     def _used(self, waited: float, number: int) -> None:
         if not self._made:
             return
-        sums, work, cost = self._made.popleft()
+        sums, work, (cost, vision) = self._made.popleft()
         self._taken, now = number, time.monotonic()
         if self._last is not None:  # the wait for the first pack is the start-up of the loader
             before, done = self._last
             self._now.add(PackSums(seconds=now - before, waited=waited, done=done))
         self._last = now, work
         self._now.add(sums)
+        self._idle += waited
+        if not self._left:
+            begun = now - self._idle
+            self._begun, self._seconds = begun, begun - (begun if self._begun is None else self._begun)
         self._left = (self._left or self._packs_per_step()) - 1
-        self._cost += cost
+        self._cost, self._vision = self._cost + cost, self._vision + vision
         if self._left > 0:
             return
         self._steps.append((number, self._cost))
-        self._left, self._cost = 0, 0.0
+        self._took.append((self._vision, round(self._seconds, 6)))
+        self._left, self._cost, self._vision = 0, 0.0, 0.0
         if len(self._steps) >= self._interval:
             self._end_interval()
 
     def _end_interval(self, *, ended: bool = False) -> None:
         self._all.add(self._now)
         self._write(ended=ended)
-        self._now, self._steps = PackSums(), []
+        self._now, self._steps, self._took = PackSums(), [], []
 
     def _look(self) -> None:
         began = time.perf_counter()
@@ -389,6 +400,7 @@ class PackMetrics:
             "total": self._all.to_json(),
             "figures": {name: round(value, 6) for name, value in (self._all if ended else self._now).figures().items()},
             "steps": self._steps,
+            "took": self._took,
             **({"memory": self._memory} if self._memory else {}),
             **({"ended": True} if ended else {}),
         }

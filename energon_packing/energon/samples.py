@@ -210,7 +210,7 @@ def forget_members(reader: Any) -> None:
 
 @edataclass
 class RenderedSample(Sample):
-    """A sample with its tensors: what `energon_packing.thd.assemble` takes, and its cost by `pack_cost`.
+    """A sample with its tensors: what `energon_packing.thd.assemble` takes, and its cost, see `Pack`.
 
     One row, or two for a preference pair.
     """
@@ -218,6 +218,7 @@ class RenderedSample(Sample):
     rows: tuple[dict[str, Any], ...]
     changes: tuple[tuple[str, str], ...] = ()
     cost: int = 0
+    vision_cost: int = 0
 
 
 @edataclass
@@ -232,7 +233,8 @@ class Pack(Sample, Generic[Batch]):
             tells of frequent drops (`Ledger.tells`).
         changed: how samples of this pack differ from their records.
         flush: whether the pack was selected after the source had ended, when no further sample could fill it.
-        cost: of all its segments, by `energon_packing.packing.balance.pack_cost`.
+        cost: of vision and language, by `energon_packing.packing.model_cost.ModelCost.costs`.
+        vision_cost: the part of it that is vision.
         occupied: tokens of the samples with their alignment padding, without the tail of the row.
         delays: for each sample, how many samples its worker measured after it and before this pack.
         held: samples that the worker held when the pack was made.
@@ -250,6 +252,7 @@ class Pack(Sample, Generic[Batch]):
     index: int = 0
     flush: bool = False
     cost: int = 0
+    vision_cost: int = 0
     occupied: int = 0
     delays: tuple[int, ...] = ()
     held: int = 0

@@ -53,8 +53,9 @@ from energon_packing.energon.window import DisjointPackingDataset, SplitPieces, 
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, refuse
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.ledger import ChangedSample, Ledger
-from energon_packing.packing.balance import pack_cost, serpentine_order
+from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
+from energon_packing.packing.model_cost import ModelCost, cost_of
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
@@ -241,6 +242,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 for how, detail in sample.changes
             ),
             "cost": sum(sample.cost for sample in samples),
+            "vision_cost": sum(sample.vision_cost for sample in samples),
         }
 
     def make_ledger(self, worker_config: WorkerConfig, *, run: str = "") -> Ledger:
@@ -305,6 +307,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             `ConversationSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
+        cost: of samples; None is that of ``packing.cost_model``.
 
     Raises:
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
@@ -312,6 +315,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     packing: PackingConfig
     limits: PackLimits
+    cost: ModelCost
     takes_buffers = True
     aligns_rows = True
     """Whether each segment of a row is padded here; a subclass may leave that to the trainer."""
@@ -326,10 +330,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
         cookers: Sequence[Cooker[Any]] = (),
         fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         accept_changed: Sequence[str] = (),
+        cost: ModelCost | None = None,
     ) -> None:
         super().__init__()
         self.accept_changed = tuple(accept_changed)
         self.packing = packing
+        self.cost = cost or cost_of(packing.cost_model, packing.cost_frozen)
         self.multiple = (parallel or ParallelConfig()).multiple
         check_multiple("packing.seq_length", packing.seq_length, self.multiple)
         self.encoders = _encoders(encoder, packing, processor)
@@ -503,8 +509,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         read = functools.partial(read_media, sample.store)
         rows = tuple(self.encoders[sample.encoder].render(segment, read) for segment in sample.measured.segments)
-        cost = pack_cost(sample.measured.segment_lengths, patches=sample.measured.patches)
-        return RenderedSample.derive_from(sample, rows=rows, cost=cost, changes=sample.measured.changes)
+        vision, language = self.cost.costs(sample.measured)
+        costs = {"cost": int(vision + language), "vision_cost": int(vision)}
+        return RenderedSample.derive_from(sample, rows=rows, changes=sample.measured.changes, **costs)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Packs one of Energon's own disjoint buffers as a whole, best-fit decreasing; bad samples are left out."""
@@ -594,8 +601,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return super().packed(dataset, buffer_size, worker_config)
 
     def plan_cost(self, plan: Sequence[AnyMeasured]) -> float:
-        lengths = [length for sample in plan for length in sample.segment_lengths]
-        return pack_cost(lengths, patches=sum(sample.patches for sample in plan))
+        return float(sum(sum(self.cost.costs(sample)) for sample in plan))
 
 
 def _encoders(

@@ -10,6 +10,7 @@ from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, Ru
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import PackLimits, shape_of
+from energon_packing.packing.model_cost import CONSTANTS, SQUARES, ModelCost, cost_of, squares_of
 from energon_packing.sample_kind import NO_ROW, SampleKind
 from energon_packing.thd.alignment import check_multiple
 
@@ -61,7 +62,9 @@ class Conversations(SampleKind):
             dataclasses.replace(
                 run,
                 encoder=dataclasses.replace(run.encoder, pixels="bytes"),
-                packing=dataclasses.replace(run.packing, ledger=None, pad_cu_seqlens=False, padding="between"),
+                packing=dataclasses.replace(
+                    run.packing, ledger=None, pad_cu_seqlens=False, padding="between", cost_model="", cost_frozen=()
+                ),
             )
         )
 
@@ -70,7 +73,7 @@ class Conversations(SampleKind):
         from energon_packing.offline.index import COLUMNS, SHAPE
 
         if measured is None:
-            return dict.fromkeys((*COLUMNS, *SHAPE), 0)
+            return dict.fromkeys((*COLUMNS, *SHAPE, *SQUARES), 0)
         first, second = (*measured.segment_lengths, 0)[:2]
         # Both answers of a pair show the media of their common beginning.
         shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
@@ -81,6 +84,7 @@ class Conversations(SampleKind):
             "second": second,
             "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
             **shape_of(measured),
+            **squares_of(measured),
             "patches": measured.patches,
             "turns": shown.turns if isinstance(shown, Measured) else 0,
             "stills": sum(each.kind == "image" for each, _ in media),
@@ -114,8 +118,11 @@ class Conversations(SampleKind):
         check_multiple("packing.seq_length", packing.seq_length, run.parallel.multiple)
         return row_limits(packing, packing.seq_length, run.parallel.multiple, family)
 
+    def cost(self, run: RunConfig) -> ModelCost:
+        return cost_of(run.packing.cost_model, run.packing.cost_frozen, indexed=True)
+
     def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:
-        packing = run.packing
+        packing, cost = run.packing, self.cost(run)
         assert isinstance(limits, PackLimits)
         return {
             "reserved": packing.seq_length - limits.tokens,
@@ -123,6 +130,7 @@ class Conversations(SampleKind):
             **{name: most for name in PACK_LIMITS if (most := getattr(packing, name)) or name in PACK_LIMITS[:4]},
             "max_patches_per_pack": limits.patches,
             "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
+            **({} if cost is CONSTANTS else {"cost": dataclasses.asdict(cost)}),
         }
 
     def planned_limits(self, decided: Mapping[str, Any], encoder: PackingTaskEncoder) -> PackLimits:

@@ -39,6 +39,7 @@ from energon_packing.offline.files import (
     read_metadata,
     write_json,
 )
+from energon_packing.packing.model_cost import SQUARES
 from energon_packing.remote_files import check_local, present, remote_address
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_subflavors
 
@@ -85,7 +86,8 @@ Other kinds of sample have further columns (`schema_of`); their ``length`` count
 COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 """Those of a sample's sizes."""
 SHAPE = ("height", "width")
-"""Columns of families that pad images (those of `MOST_PATCHES`); see `shape_of`. Indexes of before lack them."""
+"""Columns of families that pad images (those of `MOST_PATCHES`); see `shape_of`. Indexes of before lack them, and
+`SQUARES`, which conversations have."""
 SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
 """The fields of `IndexedShard` that are counts."""
 
@@ -211,7 +213,8 @@ def pair_counts(datasets: Iterable[IndexedDataset]) -> PairCounts:
 
 def schema_of(schema: pa.Schema, kind: str, *more: str) -> pa.Schema:
     """Returns the columns of an index or a plan of some kind of sample; see `SampleKind.more_columns` and `SHAPE`."""
-    return pa.schema([*schema, *(pa.field(name, pa.int32()) for name in (*KINDS.find(kind).more_columns, *more))])
+    names = (*KINDS.find(kind).more_columns, *more)
+    return pa.schema([*schema, *(pa.field(name, pa.int64() if name in SQUARES else pa.int32()) for name in names)])
 
 
 def kind_of(datasets: Iterable[IndexedDataset]) -> str:
@@ -263,8 +266,10 @@ class Index:
         if found is None or found.get("identity") != dict(shard.identity):
             what = "damaged or of another shard" if path.exists() else "missing"
             raise UserError(f"{path} is {what}; run 'energon-packing measure' again")
-        if not {*SHAPE} & {*(columns or ())} <= {*found.get("columns", ())}:
-            raise UserError(f"{path} has no heights and widths of images; run 'energon-packing measure' again")
+        lacks = {*(columns or ())} - {*found.get("columns", ())}
+        for some, what in ((SHAPE, "heights and widths of images"), (SQUARES, "squares of patches, for cost_model")):
+            if lacks & {*some}:
+                raise UserError(f"{path} has no {what}; run 'energon-packing measure' again")
         try:
             table = pq.read_table(path, columns=columns and list(columns), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:

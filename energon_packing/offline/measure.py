@@ -45,6 +45,7 @@ from energon_packing.offline.index import (
 )
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
+from energon_packing.packing.model_cost import SQUARES
 from energon_packing.remote_files import check_local, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
@@ -107,8 +108,10 @@ class ShardMeasurer:
         self.kind = kind_of_config(run)
         self._encoder = self.kind.measuring_encoder(run)
         self.fingerprint = measuring_fingerprint(self._encoder, run)
-        self._more = {"columns": [*SHAPE]} if self.fingerprint.get("family") in MOST_PATCHES else {}
-        self._schema = schema_of(SCHEMA, self.kind.name, *self._more.get("columns", ()))
+        shape = SHAPE if self.fingerprint.get("family") in MOST_PATCHES else ()
+        self._columns = [*shape, *(SQUARES if isinstance(run, RunConfig) else ())]
+        self._needed = {*shape, *(SQUARES if getattr(run.packing, "cost_model", "") else ())}
+        self._schema = schema_of(SCHEMA, self.kind.name, *self._columns)
         self.pair_counts = PairCounts()
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
@@ -161,7 +164,7 @@ class ShardMeasurer:
         if stored.get("fingerprint") != self._digest:
             return None
         now = self._made_of(task.part, self._identity(task.part, task.shard))
-        if any(stored.get(name) != value for name, value in now.items()):
+        if any(stored.get(name) != value for name, value in now.items()) or self._needed - {*stored.get("columns", ())}:
             return None
         root, name = task.part.media_root, task.directory.name
         if (known := stored.get("media", self.known.get(name))) is None:  # older rows, which the index holds no more
@@ -179,7 +182,7 @@ class ShardMeasurer:
     def _made_of(self, part: SourcePart, identity: dict[str, Any]) -> dict[str, Any]:
         """What must be as it was for the rows of a shard to be true."""
         plain = json.loads(json.dumps(dict(part.subflavors), sort_keys=True, default=str))
-        return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain, **self._more}
+        return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
 
     def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
         """Measures all samples of a shard and writes their rows to `directory`. Raises UserError: the shard cannot be
@@ -205,6 +208,7 @@ class ShardMeasurer:
             unwanted=self.pair_counts.unwanted - before.unwanted,
         )
         metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in SHARD_COUNTS}
+        metadata |= {"columns": self._columns} if self._columns else {}
         numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
         names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
         metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}

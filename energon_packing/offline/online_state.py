@@ -25,7 +25,7 @@ from energon_packing.offline.source import ShardIndex, source_parts
 _FREE_OF_PIECES = frozenset(
     (
         *("rank", "ranks", "workers", "padding", "encoder.position_ids"),
-        *("packing.window", "packing.balance_window", "packing.policy"),
+        *("packing.window", "packing.balance_window", "packing.policy", "packing.cost_model", "packing.cost_frozen"),
         *("data.shuffle_buffer", "data.seed", "data.repeat"),
     )
 )

@@ -29,6 +29,7 @@ from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
+from energon_packing.packing.model_cost import squares_of
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
@@ -346,4 +347,5 @@ def _outcome(sample: MeasuredSample) -> Size | tuple[str, str]:
     if measured is None:
         problem = sample.problem
         return (problem.reason, problem.detail) if problem else ("unmeasured", "no length")
-    return Size(segment_lengths=measured.segment_lengths, patches=measured.patches, **shape_of(measured))
+    more = shape_of(measured) | squares_of(measured)
+    return Size(segment_lengths=measured.segment_lengths, patches=measured.patches, **more)

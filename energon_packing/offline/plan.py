@@ -32,6 +32,8 @@ from energon_packing.errors import UserError, read_again
 from energon_packing.offline.files import METADATA, Amount, Count, Name, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
+from energon_packing.packing.constraints import Size
+from energon_packing.packing.model_cost import CONSTANTS
 from energon_packing.remote_files import check_local
 
 FORMAT = 1
@@ -54,10 +56,14 @@ SCHEMA = pa.schema(
         pa.field("length", pa.int32()),  # tokens, as packed; of the chosen answer of a preference pair
         pa.field("second", pa.int32()),  # tokens of the rejected answer; 0 if it is no pair
         pa.field("piece", pa.int16()),  # number of the piece of a split sample; -1 if it is whole
+        pa.field("cost", pa.int64()),  # of vision and language together
+        pa.field("vision_cost", pa.int64()),  # of vision alone
         pa.field("media", MEDIA),  # of the source sample
     ]
 )
 """Columns of a plan of conversations; see `schema_of`."""
+COSTS = ("cost", "vision_cost")
+"""Those that plans of before lack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +81,8 @@ class PlannedSample:
     piece: int
     media: tuple[MediaFile, ...]
     text_tokens: int = 0
+    cost: int = 0
+    vision_cost: int = 0
 
     @property
     def name(self) -> str:
@@ -242,17 +250,33 @@ class Plan:
     def packs(self, start: int, stop: int) -> list[PlannedPack]:
         """The packs ``[start, stop)``; reads the row groups that hold them and no others. Raises UserError: the range
         leaves the plan, or the file is damaged."""
+        samples: dict[int, list[PlannedSample]] = {}
+        for row in (row for table in self._rows(start, stop) for row in table.to_pylist()):
+            media = tuple(MediaFile(**each) for each in row["media"] or ())
+            samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
+        return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
+
+    def costs(self, start: int, stop: int) -> np.ndarray:
+        """Vision and language of each of the packs ``[start, stop)``, ``[stop - start, 2]`` int64; of plans of before
+        by `CONSTANTS`, without vision. Reads and raises as `packs`."""
+        found = np.zeros((max(stop - start, 0), 2), np.int64)
+        for table in self._rows(start, stop):
+            columns = {each: table.column(each).to_numpy() for each in table.schema.names if each != "media"}
+            vision, cost = columns.get("vision_cost", 0), columns.get("cost")
+            if cost is None:
+                lengths = columns["length"].astype(np.int64), columns["second"].astype(np.int64)
+                cost = sum(CONSTANTS.costs(Size(segment_lengths=lengths)))
+            np.add.at(found, columns["pack"] - start, np.stack(np.broadcast_arrays(vision, cost - vision), axis=1))
+        return found
+
+    def _rows(self, start: int, stop: int) -> Iterator[pa.Table]:
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
         low, high = np.searchsorted(np.asarray(self.facts.row_groups), [start, stop - 1], side="right") - 1
-        samples: dict[int, list[PlannedSample]] = {}
         for number in range(int(low), int(high) + 1) if start < stop else ():
             table, packs = self._group(number)
             begin, end = np.searchsorted(packs, [start, stop]).tolist()
-            for row in table.slice(begin, end - begin).to_pylist():
-                media = tuple(MediaFile(**each) for each in row["media"] or ())
-                samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
-        return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
+            yield table.slice(begin, end - begin)
 
     def tables(self, columns: list[str] | None = None) -> Iterable[pa.Table]:
         """All rows, one row group at a time; compared with the data sets if no columns are named."""
@@ -265,7 +289,9 @@ class Plan:
         table = self._read(number, None)
         first, stop = (*self.facts.row_groups, len(self))[number : number + 2]
         try:
-            wrong = wrong_rows(table.cast(self.facts.schema), self.facts.datasets, first, stop)
+            names = table.schema.names
+            schema = pa.schema([each for each in self.facts.schema if each.name in names or each.name not in COSTS])
+            wrong = wrong_rows(table.cast(schema), self.facts.datasets, first, stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
@@ -332,7 +358,8 @@ def hashed(tables: Iterable[pa.Table], digest: Any) -> Iterator[pa.Table]:
     for table in tables:
         media = table.column("media").combine_chunks()
         files, counts = media.flatten(), pc.fill_null(pc.list_value_length(media), 0)
-        places = [table.column(name) for name in ("key", "offset", "size")]
+        costs = {*COSTS} & {*table.schema.names}
+        places = [table.column(name) for name in ("key", "offset", "size", *sorted(costs))]
         for column in (*places, counts, *map(files.field, range(files.type.num_fields))):
             if pa.types.is_string(column.type):
                 digest.update("".join(column.to_pylist()).encode())

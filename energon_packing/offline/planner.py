@@ -91,7 +91,9 @@ class OrderedPacks:
         order: ``[rows]`` rows of `Samples`, one pack after another.
         offsets: ``[packs + 1]`` int64.
         epoch_ends: for each epoch, the number of packs up to its end.
-        costs: ``[packs]`` int64, as `pack_cost`.
+        costs: ``[packs]`` int64, of vision and language together.
+        vision: ``[packs]`` int64, of vision alone.
+        of_samples: ``[N, 2]`` int64, vision and language of each of `Samples`.
         bound: packs that no packer can do without, over all epochs.
         blend: what was packed.
     """
@@ -100,6 +102,8 @@ class OrderedPacks:
     offsets: np.ndarray
     epoch_ends: tuple[int, ...]
     costs: np.ndarray
+    vision: np.ndarray
+    of_samples: np.ndarray
     bound: int
     blend: Blend
 
@@ -112,13 +116,13 @@ def ordered_packs(
     settings, epochs = config.plan, config.plan.epochs
     if rest is not None and rest.size:
         blend, epochs = replace(blend, rest=rest), epochs + 1
-    sample_costs = samples.sizes.cost
+    of_samples = np.stack(kind_of_config(config).cost(config).costs(samples.sizes), axis=1)
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     costs: list[np.ndarray] = []
     ends: list[int] = []
-    before = np.zeros(0, dtype=np.int64)  # costs of the packs of the last group, if it is not whole
+    before = np.zeros((0, 2), dtype=np.int64)  # costs of the packs of the last group, if it is not whole
     bounds = 0
     for epoch in range(epochs):
         rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
@@ -126,22 +130,26 @@ def ordered_packs(
             raise UserError(f"epoch {epoch} of the plan has no samples; raise plan.datasets' weights or epochs.")
         bounds += bound
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        pack_costs = np.add.reduceat(sample_costs[rows], offsets[:-1])
+        pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1])
         start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
-        chosen = balanced_order(pack_costs, group=wide, before=before, seed=[settings.seed, epoch, 3])
+        sums, known = pack_costs.sum(axis=1), before.sum(axis=1)
+        chosen = balanced_order(sums, group=wide, before=known, seed=[settings.seed, epoch, 3])
         before = np.concatenate([before, pack_costs[chosen]])
-        before = before[before.size // wide * wide :]
+        before = before[len(before) // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])
         ends.append(start + chosen.size)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    both = np.concatenate(costs)
     return OrderedPacks(
         order=show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple),
         offsets=offsets,
         epoch_ends=tuple(ends),
-        costs=np.concatenate(costs),
+        costs=both.sum(axis=1),
+        vision=both[:, 0],
+        of_samples=of_samples,
         bound=bounds,
         blend=blend,
     )
@@ -518,6 +526,8 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
             "length": samples.sizes.length[rows],
             "second": samples.sizes.second[rows],
             "piece": samples.piece[rows],
+            "cost": packs.of_samples[rows].sum(axis=1),
+            "vision_cost": packs.of_samples[rows, 0],
             **{name: taken.column(name).cast(schema.field(name).type) for name in names},
         }
         if samples.sizes.text_tokens is not None:

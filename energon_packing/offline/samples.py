@@ -17,8 +17,8 @@ from energon_packing.config.setting import before, length_free_of
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
-from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.constraints import Size, shape_of
+from energon_packing.packing.model_cost import SQUARES, ModelCost
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 AnyLimits = Any
@@ -36,6 +36,7 @@ class Sizes:
         patches: ``[N]`` int64, rows of vision input.
         text_tokens: ``[N]`` int32, of clips, whose ``length`` is their patches; None for conversations.
         height, width: ``[N]`` int64, see `shape_of`; None where no limit counts them.
+        patch_squares, window_squares, visual: ``[N]`` int64, see `squares_of`; None where no cost counts them.
     """
 
     length: np.ndarray
@@ -45,6 +46,9 @@ class Sizes:
     text_tokens: np.ndarray | None = None
     height: np.ndarray | None = None
     width: np.ndarray | None = None
+    patch_squares: np.ndarray | None = None
+    window_squares: np.ndarray | None = None
+    visual: np.ndarray | None = None
 
     def __len__(self) -> int:
         return int(self.length.size)
@@ -58,12 +62,6 @@ class Sizes:
     def segment_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Twice ``[N]`` int64, as limits take them."""
         return self.length.astype(np.int64), self.second.astype(np.int64)
-
-    @property
-    def cost(self) -> np.ndarray:
-        """``[N]`` int64, as `pack_cost`."""
-        length, second = self.segment_lengths
-        return LINEAR * (length + second) + length**2 + second**2 + PATCH * self.patches
 
     def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""
@@ -266,7 +264,7 @@ def fitting_samples(
         UserError: a sample does not fit under ``oversize: raise`` (names the first), or has to be measured again and
             there is no `remeasure`.
     """
-    sizes, dropped = _read_sizes(sources, limits)
+    sizes, dropped = _read_sizes(sources, limits, kind_of_config(config).cost(config))
     kept = np.ones(len(sources), dtype=bool)
     kept[[drop.source for drop in dropped]] = False
     over = np.flatnonzero(kept & ~holds(limits, sizes))
@@ -289,11 +287,12 @@ def fitting_samples(
     return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
 
 
-def _read_sizes(sources: Sources, limits: AnyLimits) -> tuple[Sizes, list[Drop]]:
+def _read_sizes(sources: Sources, limits: AnyLimits, cost: ModelCost) -> tuple[Sizes, list[Drop]]:
     """Sizes of all sources, and those that are dropped at any row length."""
-    shape = () if limits.padded_pixels is None else SHAPE
-    names = ("length", "second", "images", "patches", *KINDS.find(kind_of(sources.datasets)).more_columns, *shape)
-    columns = {name: np.zeros(len(sources), np.int64 if name in ("patches", *SHAPE) else np.int32) for name in names}
+    more = (*KINDS.find(kind_of(sources.datasets)).more_columns, *(() if limits.padded_pixels is None else SHAPE))
+    names = ("length", "second", "images", "patches", *more, *sorted(cost.needed))
+    wide = {"patches", *SHAPE, *SQUARES}
+    columns = {name: np.zeros(len(sources), np.int64 if name in wide else np.int32) for name in names}
     bad: list[int] = []
     for start, table in sources.tables([*columns, "reason"]):
         for name, column in columns.items():

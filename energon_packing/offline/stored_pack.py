@@ -36,7 +36,7 @@ from energon_packing.offline.index import MediaFile
 from energon_packing.offline.packed import Packed, StoredPacks
 from energon_packing.offline.plan import PlannedPack, PlannedSample
 from energon_packing.offline.shards import DamagedBytes, from_bytes, to_bytes
-from energon_packing.packing.balance import pack_cost
+from energon_packing.packing.model_cost import CONSTANTS
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 from energon_packing.thd.checks import check_thd
 from energon_packing.thd.pixels import PIXEL_FORMS, forms_of
@@ -201,7 +201,7 @@ class StoredSample:
         key: as the online loader knows it.
         dataset: number in `PlanFacts.datasets`.
         segments: rows that it has in the pack: 1, or 2 for a preference pair; 0 if it was dropped.
-        cost: by `energon_packing.packing.balance.pack_cost`.
+        cost, vision_cost: as in `Pack`.
         changes: how it differs from its record.
         media: of each segment; empty if nothing has to be rendered.
         files: that rendering reads.
@@ -213,6 +213,7 @@ class StoredSample:
     dataset: int
     segments: int = 1
     cost: int = 0
+    vision_cost: int = 0
     changes: tuple[tuple[str, str], ...] = ()
     media: tuple[StoredMedia, ...] = ()
     files: tuple[MediaFile, ...] = ()
@@ -322,12 +323,16 @@ class ConversationPacker(ShardPacker):
         return StoredPack(samples=tuple(samples), order=tuple(range(len(samples))), finished=False, batch=batch)
 
     def _known(self, source: PlannedSample, sample: MeasuredSample) -> StoredSample:
-        segments = _segments(sample)
+        cost, vision = source.cost, source.vision_cost
+        if not cost:  # of a plan of before
+            vision, language = CONSTANTS.costs(sample.measured)
+            cost = vision + language
         return StoredSample(
             key=sample.__key__,
             dataset=source.dataset,
-            segments=len(segments),
-            cost=pack_cost([each.length for each in segments], patches=sum(each.patches for each in segments)),
+            segments=len(_segments(sample)),
+            cost=cost,
+            vision_cost=vision,
             changes=() if sample.measured is None else sample.measured.changes,
             modality=sample.modality,
         )
@@ -396,6 +401,7 @@ class PackedPacks(StoredPacks[StoredPack]):
             rows=rows,
             changes=stored.changes,
             cost=stored.cost,
+            vision_cost=stored.vision_cost,
         )
 
     def _rows(self, stored: StoredPack, batch: PackedBatch) -> list[tuple[StoredSample, RenderedSample]]:

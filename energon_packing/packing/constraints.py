@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 
 from energon_packing.errors import ConfigError
-from energon_packing.packing.balance import LINEAR, PATCH
+from energon_packing.packing.balance import LINEAR
+from energon_packing.packing.model_cost import CONSTANTS, segments_of
 
 # Sums of floats depend on their order, so a pack may exceed a fractional limit by at most this share.
 FLOAT_TOLERANCE = 1e-9
@@ -76,6 +77,7 @@ class Size:
     Attributes:
         segment_lengths: tokens of its segment, or of both of a preference pair.
         text_tokens: of a clip, whose length is its patches.
+        patch_squares, window_squares, visual: see `squares_of`.
     """
 
     segment_lengths: tuple[int, ...]
@@ -84,17 +86,14 @@ class Size:
     text_tokens: int = 0
     height: int = 0
     width: int = 0
+    patch_squares: int = 0
+    window_squares: int = 0
+    visual: int = 0
 
     @property
     def length(self) -> int:
         """Tokens of all segments."""
         return sum(self.segment_lengths)
-
-
-def _segments(sample: Any) -> tuple[Any, Any]:
-    """Tokens of the segment, or of both of a preference pair, each aligned separately; 0 for one that is not there."""
-    first, second = (*getattr(sample, "segment_lengths", (sample.length,)), 0)[:2]
-    return first, second
 
 
 def shape_of(sample: Any) -> dict[str, Any]:
@@ -160,14 +159,14 @@ class PackLimits:
 
     def length_units(self, sample: Any) -> int:
         """Alignment units that a sample occupies."""
-        first, second = _segments(sample)
+        first, second = segments_of(sample)
         units: int = -(-first // self.multiple) - (-second // self.multiple)
         return units
 
     def masked_units(self, sample: Any) -> int:
         """Alignment units, 0 or 1, of the masked segment after a sample that is alone in its row: where only its last
         segment is padded, as `energon_packing.thd.assembly.hides_padding` says."""
-        first, second = _segments(sample)
+        first, second = segments_of(sample)
         padded, is_pair = first % self.multiple != 0, second > 0
         hidden: int = (is_pair & (second % self.multiple != 0) & (padded == 0)) | (padded & (is_pair == 0))
         return hidden * self.lone_room
@@ -177,8 +176,8 @@ class PackLimits:
         measures: dict[str, Callable[[Any], Any]] = {
             "images": lambda sample: sample.images,
             "patches": lambda sample: sample.patches,
-            "segments": lambda sample: 1 + (_segments(sample)[1] > 0),
-            "cost": lambda sample: sum(LINEAR * each + each**2 for each in _segments(sample)) + PATCH * sample.patches,
+            "segments": lambda sample: 1 + (segments_of(sample)[1] > 0),
+            "cost": lambda sample: sum(CONSTANTS.costs(sample)),
         }
         return {name: [measures[name](sample) for sample in samples] for name in self.limited}
 

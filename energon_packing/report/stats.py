@@ -19,6 +19,7 @@ from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import Order, simulate_steps
 from energon_packing.packing.constraints import Size
+from energon_packing.packing.model_cost import SQUARES
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
@@ -418,7 +419,8 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _sizes(samples: StatsSamples) -> Sizes:
-    names, empty = ("length", "second", "images", "patches", *SHAPE), np.zeros(samples.dataset.size, dtype=np.int64)
+    names = ("length", "second", "images", "patches", *SHAPE, *SQUARES)
+    empty = np.zeros(samples.dataset.size, dtype=np.int64)
     return Sizes(**{name: samples.columns.get(name, empty) for name in names})
 
 
@@ -472,6 +474,7 @@ class _Dealt:
 
     Attributes:
         limits: of a row.
+        cost: of a sample.
         kept: the samples that fit one, and the pieces of others.
         too_long, over: which of the N samples are too long for a row, and which are over another limit of it.
         lost: ``[N]``, tokens of each that no row has.
@@ -485,6 +488,7 @@ class _Dealt:
         limits = row_limits(run.packing, row, run.parallel.multiple, samples.family)
         if run.packing.dummy_image:
             limits = kind.task_encoder(run).limits
+        self.cost = kind.cost(run)
         self.run, self.limits = run, dataclasses.replace(limits, padded_pixels=None)
         fits = holds(self.limits, sizes)
         whole, over = np.flatnonzero(fits), np.flatnonzero(~fits)
@@ -549,6 +553,7 @@ class _Dealt:
                 least = max(tokens.size, STREAM // 4) + passing + window - held.size
                 stream = np.append(held, self._stream(random, drawn, least))
             sizes = self.kept.sizes.take(stream)
+            costs_of = sum(self.cost.costs(sizes))
             packs = [*self._packs(sizes, window, steady=True)]
             held = np.delete(stream, np.concatenate(packs)) if packs else held
             if window:
@@ -556,7 +561,7 @@ class _Dealt:
                 packs = packs[np.searchsorted(ends, passing) + 1 :] or packs
             order = np.concatenate(packs)
             of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-            cost = np.bincount(of_pack, sizes.cost[order].astype(np.float64))
+            cost = np.bincount(of_pack, costs_of[order].astype(np.float64))
             units: Any = limits.length_units(sizes)
             aligned = int(units[order].sum()) * limits.multiple
             several = np.resize(random.permutation(tokens), (-(-tokens.size // PADDED), PADDED))

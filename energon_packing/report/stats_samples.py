@@ -19,6 +19,7 @@ from energon_packing.executors.work import Progress
 from energon_packing.offline.index import COLUMNS, Index, dropped_row, frequent_drops, kind_of, modality_of, pair_counts
 from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.offline.samples import Remeasured, check_measured_alike
+from energon_packing.packing.model_cost import SQUARES
 from energon_packing.sample_kind import KINDS
 
 
@@ -87,9 +88,11 @@ def mix_of(parts: Sequence[Any], counts: np.ndarray) -> np.ndarray | None:
     return counts * [1.0 if part.repetitions is None else part.repetitions for part in parts]
 
 
-def samples_of_index(index: Index, path: str) -> StatsSamples:
-    """All samples of an index. Raises `UserError`: a file of it is missing or damaged, or it holds nothing."""
-    columns = (*COLUMNS, *KINDS.find(kind_of(index.datasets)).more_columns)
+def samples_of_index(index: Index, path: str, run: Any = None) -> StatsSamples:
+    """All samples of an index, with the columns that the cost of a run's model needs. Raises `UserError`: a file of it
+    is missing or damaged, or has no such columns, or it holds nothing."""
+    kind = KINDS.find(kind_of(index.datasets))
+    columns = (*COLUMNS, *kind.more_columns, *(() if run is None else sorted(kind.cost(run).needed)))
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*columns, "dataset", "place")}
     drops: list[Counter[str]] = [Counter() for _ in index.datasets]
     total = 0
@@ -213,7 +216,7 @@ def samples_of_dataset(
     rows: list[tuple[int, ...]] = []
     drops: list[Counter[str]] = [Counter() for _ in parts]
     frequent = FrequentDrops("measured")
-    done = 0
+    done, columns = 0, (*COLUMNS, *SQUARES)
     firsts: dict[int, int] = {}
     for place, (number, shard) in enumerate(shards):
         low, high = np.searchsorted(drawn, starts[place : place + 2])
@@ -227,8 +230,8 @@ def samples_of_dataset(
             if dropped:
                 drops[number][row["reason"]] += 1
             else:
-                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
+                rows.append((number, starts[place] + at - first, *(row[name] for name in columns)))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(columns))
 
     def remeasure(run: RunConfig, numbers: np.ndarray) -> Sequence[Remeasured]:
         from energon_packing.offline.packs import outcomes
@@ -251,7 +254,7 @@ def samples_of_dataset(
         datasets=dataset_names(parts),
         dataset=table[:, 0],
         place=table[:, 1],
-        columns={name: table[:, 2 + at] for at, name in enumerate(COLUMNS)},
+        columns={name: table[:, 2 + at] for at, name in enumerate(columns)},
         drops=tuple(drops),
         frequent=frequent,
         counts=counts,

@@ -12,11 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from made_data import chats, converted
 
 from energon_packing import thd
+from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, MetricsConfig, PackingConfig, RunConfig
 from energon_packing.demo import processor_path
 from energon_packing.drops import DroppedSample
@@ -25,6 +28,7 @@ from energon_packing.energon import metrics as metrics_report
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.metrics import MetricsLog, PackMetrics, PackSums, watched
 from energon_packing.energon.samples import Pack
+from energon_packing.report.fill import fit_report
 
 CAPACITY = 96
 
@@ -52,6 +56,7 @@ def made_pack(draw: random.Random, *, padding: bool = False) -> Pack[Any]:
         keys=() if padding else keys,
         dropped=dropped,
         cost=sum(length**2 for length in lengths),
+        vision_cost=lengths[0] ** 2 * draw.randint(0, 1),
         occupied=sum(-(-length // multiple) * multiple for length in lengths),
         delays=tuple(draw.randint(0, 300) for _ in lengths),
         read=Counter({("chats", "text"): draw.randint(0, 300), ("photos", "image"): draw.randint(0, 9)}),
@@ -136,7 +141,61 @@ def test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest(tmp_pa
         steps = [part[start : start + per_step] for start in range(0, len(part), per_step)]
         whole = [step for step in steps if len(step) == per_step]
         assert [cost for _, cost in line["steps"]] == [sum(pack.cost for pack in step) for step in whole]
+        assert [vision for vision, _ in line["took"]] == [sum(pack.vision_cost for pack in step) for step in whole]
     assert at == len(packs)
+
+
+def test_a_fit_finds_what_vision_and_language_took_in_the_steps_of_a_run(tmp_path, monkeypatch):
+    """Two ranks whose steps end when the slower one is done, with waits, noise of 2 % and a checkpoint now and then."""
+    now, took = [0.0], (3e-6, 5e-7, 0.4)
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    draw, numbers = random.Random(1), np.random.default_rng(4)
+    costs = numbers.integers(10_000, 900_000, (120, 2, 2, 2))  # steps, micro-batches, ranks, vision and language
+
+    writers = [
+        PackMetrics(
+            MetricsConfig(directory=str(tmp_path), interval=7),
+            capacity=CAPACITY,
+            rank=rank,
+            world_size=2,
+            packs_per_step=lambda: 2,
+        )
+        for rank in range(2)
+    ]
+    for step in range(len(costs)):
+        for part in range(2):
+            now[0] += (waited := draw.random())
+            for rank, writer in enumerate(writers):
+                vision, language = costs[step, part, rank].tolist()
+                writer.made(dataclasses.replace(made_pack(draw), cost=vision + language, vision_cost=vision))
+                writer._used(waited, 2 * step + part + 1)
+        lasts = (costs[step].sum(axis=0) @ took[:2]).max() + took[2]
+        now[0] += lasts * (1 + 0.02 * numbers.standard_normal()) + 30.0 * (step % 40 == 39)
+    for writer in writers:
+        writer.close()
+    found = fit_report(tmp_path)
+    assert (found["vision"], found["language"], found["constant"]) == pytest.approx(took, rel=0.05)
+    assert found["r_squared"] > 0.97
+    assert found["median_error"] == pytest.approx(0.0135, abs=0.005)  # of noise, 0.67 standard deviations
+    assert (found["ranks"], found["steps"] + found["left_out"]) == (2, 119)  # nobody knows when the last one ended
+    assert found["left_out"] >= 2
+    told = CliRunner().invoke(cli, ["stats", "--fit", str(tmp_path), "--json"])
+    assert json.loads(told.stdout) == found
+    shown = CliRunner().invoke(cli, ["stats", "--fit", str(tmp_path)]).output
+    assert f"median error of a step {found['median_error']:.2%}" in shown.replace("\n", " ")
+
+
+def test_what_cannot_be_fitted_is_said_in_a_sentence(tmp_path):
+    def told(*more):
+        result = CliRunner().invoke(cli, ["stats", "--fit", *more])
+        assert (result.exit_code, "Traceback" in result.output) == (2, False)
+        return " ".join(result.output.split())
+
+    assert "has 0 steps whose time all ranks know, and a fit needs 10" in told(str(tmp_path))
+    assert "No such file" in told(str(tmp_path / "rank7.jsonl"))
+    (tmp_path / "rank0.jsonl").write_text('{"run": "a", "steps": [[2, 5.0]]}\n')
+    assert "has no costs and times of steps; write metrics with this version" in told(str(tmp_path))
+    assert "`stats --fit` does not take --samples; leave it out" in told(str(tmp_path), "--samples", "9")
 
 
 def test_waiting_is_the_time_in_the_reader_but_for_the_first_pack(tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ ENGINE_TRAPS = {
     104: "a task whose worker died is lost, or is not tried again",
     201: "choosing packs under limits takes longer the longer the rows are, until it holds a training step back",
     202: "the images of a pack take more memory with their padding than any limit counts",
+    238: "the cost of a pack is of other pairs of tokens or patches than the model's attention has",
+    239: "a part of the model that rests counts as if it worked: frozen, or experts that a token does not choose",
 }
 
 BALANCE = "tests/packing/test_balance.py::"
@@ -17,6 +19,7 @@ LONG_ROWS = (
     "test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do[images scarce]"
 )
 PADDED = "tests/energon/test_padded_pixels.py::"
+MODEL_COST = "tests/packing/test_model_cost.py::"
 EXECUTORS = "tests/executors/test_executors.py::"
 
 ENGINE_MUTATIONS: tuple[Mutation, ...] = (
@@ -241,5 +244,21 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test=PADDED + "test_an_older_index_is_read_without_the_limit_and_measured_again_for_it",
         oracle="the definition",
         edits=(("offline/measure.py", '"subflavors": plain, **self._more}', '"subflavors": plain}'),),
+    ),
+    Mutation(
+        trap=238,
+        name="windows of a vision model cost what the whole image would",
+        test=MODEL_COST
+        + "test_forward_operations_are_those_that_pytorch_counts_in_each_half_of_a_model[qwen2_5_vl-wide]",
+        oracle="the matrix products that PyTorch counts in the real model",
+        edits=(("packing/model_cost.py", "times * rows * columns", "times * patches**2"),),
+    ),
+    Mutation(
+        trap=239,
+        name="a frozen vision model costs what a trained one does",
+        test=MODEL_COST
+        + "test_a_step_counts_trained_parts_three_times_and_frozen_ones_as_gradients_pass[llava-vision_model]",
+        oracle="the matrix products that PyTorch counts in the real model",
+        edits=(("packing/model_cost.py", "(1 + trained[0] + moved[0])", "3"),),
     ),
 )

@@ -10,8 +10,10 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import transformers
 from click.testing import CliRunner
 from PIL import Image
 from support.made_index import before_splits_were_noted
@@ -32,10 +34,14 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader, open_together
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
+from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared_work import work_shared
 from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.packing.model_cost import SQUARES, media_sums, model_cost
+from energon_packing.report.stats import stats_report
+from energon_packing.report.stats_samples import samples_of_index
 
 
 @pytest.fixture(scope="module")
@@ -381,6 +387,107 @@ def test_an_index_from_before_a_setting_is_not_measured_again(dataset, run_of, t
     sent = measuring.ShardMeasurer(run)
     sent.fingerprint = dict(report.index.fingerprint)
     assert pickle.loads(pickle.dumps(sent)).fingerprint == report.index.fingerprint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The directory of a model, and its configuration: the published Qwen2.5-VL's sizes, and fewer layers."""
+    config = transformers.Qwen2_5_VLConfig(text_config={"num_hidden_layers": 4})
+    config.save_pretrained(out := tmp_path_factory.mktemp("model"))
+    return str(out), config
+
+
+def test_a_plan_and_an_online_window_order_packs_by_the_operations_of_the_model(
+    dataset, index, run_of, model, tmp_path
+):
+    settings = {"cost_model": model[0], "cost_frozen": ("vision_model",), "balance_window": 4}
+    run = replace(run_of(dataset, **settings), plan=PlanConfig(max_data_parallel=4))
+    make_plan([index.directory], run, tmp_path / "plan.parquet")
+    plan = Plan.open(tmp_path / "plan.parquet")
+    cost = model_cost(model[1], frozen=["vision_model"])
+    expected = {}
+    for pack in build_loader(run_of(dataset, seq_length=16384)):
+        lengths = iter(np.array(pack.batch.sample_lengths))
+        seen = pack.batch.visual_inputs or {}
+        grids = {name: iter(seen[name].tolist()) for name in ("image_grid_thw", "video_grid_thw") if name in seen}
+        for key, kinds in zip(pack.keys, kinds_of(index, pack.keys), strict=True):
+            parts = [cost.segment_sums(next(lengths)) for _ in range(2 if key.startswith("pair") else 1)]
+            parts += [media_sums(*next(grids[f"{kind}_grid_thw"])) for kind in kinds]
+            sums = {name: sum(part.get(name, 0) for part in parts) for name in (*cost.vision, *cost.language)}
+            expected[key] = [each / 1e6 for each in cost.of(sums)]
+    packs = plan.packs(0, len(plan))
+    told = {it.key: (it.vision_cost, it.cost - it.vision_cost) for pack in packs for it in pack.samples}
+    assert told and told.keys() <= expected.keys()
+    for key, both in told.items():
+        assert both == pytest.approx(expected[key], abs=0.51)
+    sums = [[sum(told[it.key][at] for it in pack.samples) for at in range(2)] for pack in packs]
+    assert plan.costs(0, len(plan)).tolist() == sums
+    assert plan.facts.decided["cost"]["vision"] == cost.vision
+    # Packs of a window ascend in turn, by the same costs, and say them.
+    made = list(build_loader(run))
+    of_packs = [np.sum([told[key] for key in pack.keys], axis=0) for pack in made]
+    assert [(pack.vision_cost, pack.cost - pack.vision_cost) for pack in made] == [tuple(each) for each in of_packs]
+    totals = [int(each.sum()) for each in of_packs]
+    assert totals[:4] == sorted(totals[:4])
+    assert totals[4:8] == sorted(totals[4:8], reverse=True)
+    report = stats_report(samples_of_index(index, "index", run), run, seq_lengths=[2048], ranks=4)
+    known = stats_report(samples_of_index(index, "index"), run_of(dataset), seq_lengths=[2048], ranks=4)
+    assert report["packing"][0]["efficiency"] != known["packing"][0]["efficiency"]
+
+
+def kinds_of(index, keys):
+    """The kinds of the media of samples, images before videos, of both answers of a pair."""
+    rows = {key: row for key, (_, _, row) in rows_of(index).items()}
+    return [["image"] * rows[key]["stills"] + ["video"] * rows[key]["videos"] for key in keys]
+
+
+def test_an_index_from_before_squares_is_measured_again_only_for_the_cost_of_a_model(dataset, run_of, model, tmp_path):
+    out, run = tmp_path / "index", run_of(dataset)
+    index = measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run).index
+    before = [each for _, _, each in rows_of(index).values()]
+    for file in out.glob("*/*.parquet"):
+        table, known = pq.read_table(file).drop_columns([*SQUARES]), read_metadata(file)
+        write_table(file, table.schema, [table], {name: each for name, each in known.items() if name != "columns"})
+    again = MeasureConfig(paths=(dataset,), out=out, workers=0)
+    report = measure(again, run)
+    assert report.reused == 6
+    make_plan([out], run, tmp_path / "plan.parquet")
+    stats_report(samples_of_index(report.index, "index", run), run, seq_lengths=[2048])
+    wanted = run_of(dataset, cost_model=model[0])
+    told = r"has no squares of patches, for cost_model; run 'energon-packing measure' again"
+    with pytest.raises(UserError, match=told):
+        make_plan([out], wanted, tmp_path / "model.parquet")
+    with pytest.raises(UserError, match=told):
+        samples_of_index(report.index, "index", wanted)
+    assert measure(again, wanted).measured == 6
+    assert [each for _, _, each in rows_of(Index.open(out)).values()] == before
+    make_plan([out], wanted, tmp_path / "model.parquet")
+
+
+def test_pieces_of_split_samples_cost_what_the_model_does_with_them(dataset, index, run_of, model, tmp_path):
+    run = run_of(dataset, cost_model=model[0], oversize="split", seq_length=512)
+    remeasure = SampleRemeasurer(None, [index.directory], run=run)
+    make_plan([index.directory], run, tmp_path / "plan.parquet", remeasure=remeasure)
+    plan, made = Plan.open(tmp_path / "plan.parquet"), list(open_loader(run_of(tmp_path / "plan.parquet", **{
+        "cost_model": model[0], "oversize": "split", "seq_length": 512})))  # fmt: skip
+    assert any(it.piece > 0 and it.vision_cost for pack in plan.packs(0, len(plan)) for it in pack.samples)
+    assert plan.costs(0, len(plan)).tolist() == [[pack.vision_cost, pack.cost - pack.vision_cost] for pack in made]
+
+
+def test_a_model_that_cannot_be_counted_is_said_in_a_sentence(dataset, index, run_of, tmp_path):
+    def planned(config, **settings):
+        config.save_pretrained(directory := tmp_path / type(config).__name__)
+        run = run_of(dataset, cost_model=str(directory), **settings)
+        make_plan([index.directory], run, tmp_path / "plan.parquet", force=True)
+
+    with pytest.warns(UserWarning, match="the layers of .*Mamba2Config are not known here; packs cost what they do"):
+        planned(transformers.Mamba2Config())
+    with pytest.raises(ConfigError, match="attention windows of 4 x 4 patches, and an index counts those of 8 x 8"):
+        planned(transformers.Qwen2_5_VLConfig(vision_config={"window_size": 56}))
+    with pytest.raises(ConfigError, match=r"packing\.cost_model: .*nowhere has no config\.json"):
+        make_plan([index.directory], run_of(dataset, cost_model=str(tmp_path / "nowhere")), tmp_path / "other.parquet")
+    with pytest.raises(ConfigError, match=r"packing\.cost_frozen is read for a directory in packing\.cost_model"):
+        run_of(dataset, cost_frozen=("vision_model",))
 
 
 def test_an_index_that_cannot_be_locked_is_a_sentence(dataset, run_of, tmp_path):

@@ -27,6 +27,7 @@ from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.source import source_parts
 from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.packing.balance import pack_cost
 
 KEPT = Path(__file__).with_name("kept") / "436f816.tar.xz"
 OLD_DEFAULTS = {"transparency": "processor"}
@@ -139,3 +140,10 @@ def findings(path):
 
 def test_plans_and_indexes_of_before_are_as_they_should_be(kept):
     assert [findings(kept / name) for name in ("a.parquet", "pairs.parquet", "a-index", "a-tokens")] == [[]] * 4
+
+
+def test_a_plan_from_before_costs_knows_those_of_its_tokens(kept):
+    plan = Plan.open(kept / "pairs.parquet")
+    (pack_,) = plan.packs(0, 1)
+    lengths = [length for sample in pack_.samples for length in sample.segment_lengths]
+    assert plan.costs(0, 1).tolist() == [[0, pack_cost(lengths)]]

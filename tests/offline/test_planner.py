@@ -29,6 +29,7 @@ from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.samples import Remeasured, RowsOfShard
+from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.constraints import PackLimits, Size
 from energon_packing.report.stats import stats_report
 from energon_packing.report.stats_samples import samples_of_index
@@ -263,6 +264,26 @@ def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
         assert set(read) == (expected if stop > start else set())
     with pytest.raises(UserError, match="are not in"):
         plan.packs(0, len(plan) + 1)
+
+
+def test_a_plan_says_what_each_pack_costs_the_vision_model_and_the_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_file, "LEAST_ROWS", 50)
+    random = np.random.default_rng(3)
+    drawn = [(int(random.integers(5, 600)), int(random.integers(0, 2)) * 64) for _ in range(300)]
+    rows = [row(length, images=int(patches > 0), patches=patches) for length, patches in drawn]
+    plan = planned(tmp_path, made_index(tmp_path / "index", {"a": [rows]}), config())
+    assert len(plan.facts.row_groups) > 2
+    expected = np.zeros((len(plan), 2), np.int64)
+    for pack in all_packs(plan):
+        lengths = [sample.length for sample in pack.samples]
+        patches = sum(drawn[sample.row][1] for sample in pack.samples)
+        expected[pack.number] = 2400 * patches, pack_cost(lengths)
+        assert sum(sample.cost for sample in pack.samples) == pack_cost(lengths, patches=patches)
+    assert plan.costs(0, len(plan)).tolist() == expected.tolist()
+    assert plan.costs(7, 31).tolist() == expected[7:31].tolist()
+    assert plan.costs(9, 9).shape == (0, 2)
 
 
 def test_a_reader_of_one_pack_reads_few_rows_of_others(tmp_path: Path) -> None:

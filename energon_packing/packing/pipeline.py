@@ -187,6 +187,15 @@ def _checked(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> tuple
     return costs, _graph(shapes[0][0], layout)
 
 
+def stage_costs(costs: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Costs of packs of vision and language ``[M, 2]`` in each stage ``[M, P V]``, forward and backward, which is twice
+    that: vision in the first, language in equal parts in all, and the head among it."""
+    vision, language = np.asarray(costs, dtype=np.float64).T / 3
+    forward = np.repeat(language[:, None] / (layout.ranks * layout.chunks), layout.ranks * layout.chunks, axis=1)
+    forward[:, 0] += vision
+    return forward, 2 * forward
+
+
 def simulate(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> Timeline:
     """Runs one global batch's micro-batches in the order in which they are given.
 

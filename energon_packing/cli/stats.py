@@ -36,6 +36,7 @@ Examples:
   energon-packing stats index
   energon-packing stats index --html stats.html --seq-length 8192 --seq-length 16384 --multiple 8
   energon-packing stats plan.parquet --json
+  energon-packing stats plan.parquet --layout 4x2 --data-parallel 8 --micro-batches 16
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
   energon-packing stats --fill lengths.npz --multiple 8 --image-limit 48 --policy window --window 256
@@ -45,6 +46,7 @@ Examples:
 _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 _OF_FILL = {"capacity", "image_limit", "policy", "ranks", "balance_window", "shift"}
+_OF_STEPS = ("order", "efficiency", "bubble")
 _OF_BOTH = {"multiple", "window"}
 
 
@@ -63,6 +65,8 @@ def _many(name: str, told: str, kind: click.ParamType = AT_LEAST_1) -> Callable[
 @_many("--multiple", "To compare; each sample is padded to a multiple of this.")
 @_many("--window", "To compare; samples that an online policy holds.")
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
+@click.option("--layout", metavar="PP[xVP]", help="Pipeline ranks, and stages of each: how long steps of a plan take.")
+@click.option("--micro-batches", type=AT_LEAST_1, help="--layout: packs of each data-parallel rank in a global batch.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
 @click.option("--fit", is_flag=True, help="Seconds per unit of cost; the argument is the metrics of a run.")
@@ -87,18 +91,26 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in
     which data-parallel ranks compute, with and without packs sorted by cost.
 
+    --layout shows for which share of its steps the ranks of a pipeline compute, in the order of the plan and in that of
+    data.order_micro_batches, by what packs cost; bubble is the share in which the ranks of a replica wait for each other.
+
     --fit says how long the steps of a run took for what their packs cost, vision and language apart, from the lines of
     metrics.directory.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     fill, fit = options["fill"], options["fit"]
-    allowed = {"fit"} if fit else {"fill"} | _OF_FILL | _OF_BOTH if fill else {*options} - _OF_FILL
+    if given_layout := options["layout"] is not None:
+        refuse((not options["micro_batches"], "--layout is about global batches; give --micro-batches too."))
+    of_layout = {"layout", "micro_batches"}
+    fine = of_layout | {"data_parallel"} if given_layout else {*options} - _OF_FILL - of_layout
+    allowed = {"fit"} if fit else {"fill"} | _OF_FILL | _OF_BOTH if fill else fine
     if wrong := sorted(asked - allowed):
         named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
-        raise UserError(f"`stats{' --fit' if fit else ' --fill' * fill}` does not take {named}; leave it out.")
+        way = " --fit" if fit else " --fill" if fill else " --layout" * given_layout
+        raise UserError(f"`stats{way}` does not take {named}; leave it out.")
     starting(f"{'Packing' if fill else 'Reading'} {path}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
-    (_fit if fit else _fill if fill else _statistics)(given)
+    (_fit if fit else _fill if fill else _layout if given_layout else _statistics)(given)
 
 
 def _statistics(given: SimpleNamespace) -> None:
@@ -298,6 +310,19 @@ def _fill(given: SimpleNamespace) -> None:
         ]
         of_steps = ("ranks", "packs sorted by cost", "share of a step in which ranks compute", "drift")
         Console().print(table(found, right=of_steps))
+
+
+def _layout(given: SimpleNamespace) -> None:
+    from energon_packing.report.fill import layout_report
+
+    def show(found: Mapping[str, Any]) -> None:
+        say(
+            f"{found['steps']:,} of {found['of']:,} steps, on ranks {given.layout}, data-parallel {found['data_parallel']}"
+        )
+        rows = [(each["order"], *(f"{each[name]:.2%}" for name in _OF_STEPS[1:])) for each in found["orders"]]
+        Console().print(table(rows, left=_OF_STEPS[:1], right=_OF_STEPS[1:]))
+
+    answer(layout_report(given.path, given.layout, given.data_parallel or 1, given.micro_batches), given.as_json, show)
 
 
 def _fit(given: SimpleNamespace) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from energon_packing.errors import ConfigError
 from energon_packing.packing import pipeline
-from energon_packing.packing.pipeline import Layout, Operation, best_order, lower_bound, operations, simulate
+from energon_packing.packing.pipeline import Layout, Operation, best_order, operations, simulate
 
 LAYOUTS = [
     (count, Layout(ranks, chunks, group))
@@ -124,6 +124,90 @@ def test_the_table_and_the_warm_up_are_cores(count, layout):
         assert [each.backward for each in row].index(True) == min(warm_up + 1, total)
 
 
+def lower_bound(forward, backward, layout):
+    """A time that no order of the micro-batches goes below.
+
+    The largest over ranks of the rank's work and of what lies before it and after it: the least time that any
+    micro-batch spends in the stages before the rank, or its way to the last stage and back up to the rank's first
+    backward pass (from its last forward pass), less the rank's own passes meanwhile, taken for the longest.
+    """
+    costs, graph = np.array([forward, backward]), pipeline._graph(len(forward), layout)
+    ranks = layout.ranks
+    until = np.pad(costs.cumsum(axis=2), ((0, 0), (0, 0), (1, 0)))  # time in the stages before each
+    whole = until[:, :, -1]
+    bound = float(whole.sum(axis=0).max())
+    for rank, row in enumerate(graph.rows):
+        top = graph.stages - ranks + rank + 1
+        first = next(at for at, each in enumerate(row) if each.backward)
+        last = max(at for at, each in enumerate(row) if not each.backward)
+        outside, meanwhile = [], []
+        for way, passes in ((0, row[:first]), (1, row[last + 1 :])):
+            turn = whole[way] + whole[1 - way] - until[1 - way, :, top]
+            filled = np.zeros_like(turn)
+            for stage in {each.stage for each in passes}:
+                count = sum(each.stage == stage for each in passes)
+                longest = np.sort(costs[way, :, stage])[-count:]
+                filled += longest[1:].sum() + np.minimum(costs[way, :, stage], longest[0])
+            outside.append(float(until[way, :, rank].min()))
+            meanwhile.append(float(np.maximum(until[way, :, rank], turn - filled).min()))
+        work = float(costs[:, :, rank::ranks].sum())
+        both = (meanwhile,) if first < last else ((outside[0], meanwhile[1]), (meanwhile[0], outside[1]))
+        bound = max(bound, *(work + before + after for before, after in both))
+    return bound
+
+
+def terms_of_two_ranks(forward, backward):
+    """Plain 1F1B on two ranks: they meet after each micro-batch of the second one. With the passes f and b on the first
+    rank, and c = both on the second, a step in the order 0, 1, ... takes f_0, then max(f_1, c_0), max(b_0 + f_2, c_1),
+    max(b_1 + f_3, c_2), ..., max(b_M-2, c_M-1), then b_M-1."""
+    return forward[:, 0], backward[:, 0], forward[:, 1] + backward[:, 1]
+
+
+def shortest_of_two_ranks(forward, backward):
+    """The least time of all orders on two ranks, by dynamic programming over sets and their last two."""
+    first, last, second = terms_of_two_ranks(forward, backward)
+    count = len(first)
+    best = np.full((1 << count, count, count), np.inf)
+    for one in range(count):
+        for two in set(range(count)) - {one}:
+            best[1 << one | 1 << two, one, two] = first[one] + max(first[two], second[one])
+    wait = np.maximum(last[:, None, None] + first, second[:, None])
+    sets = np.arange(1 << count)
+    sizes = np.bitwise_count(sets)
+    for size in range(2, count):
+        for new in range(count):
+            some = sets[(sizes == size) & (sets >> new & 1 == 0)]
+            best[some | 1 << new, :, new] = (best[some] + wait[:, :, new]).min(axis=1)
+    return (best[-1] + np.maximum(last[:, None], second) + last).min()
+
+
+def bound_of_two_ranks(forward, backward, reached):
+    """A time that no order goes below on two ranks: each of the maxima is at least u(b + f) + v of its c for any prices
+    v and u(x) = min over j of max(x, c_j) - v_j, and which b meets which f is an assignment. Prices by subgradients."""
+    optimize = pytest.importorskip("scipy.optimize")
+    first, last, second = terms_of_two_ranks(forward, backward)
+    count = len(first)
+    both = np.full((count + 2, count + 2), np.nan)  # the last two: a begin or end without its other, and outside
+    both[:count, :count], both[count, :count], both[:count, count] = last[:, None] + first, first, last
+    pair = ~np.isnan(both)
+    pair[np.arange(count), np.arange(count)] = False
+    outside = np.full(both.shape, 1e6 * reached)
+    outside[:count, -1], outside[-1, :count] = last, first
+    prices, best = second - second.mean(), 0
+    for turn in range(200):
+        each = np.maximum(np.nan_to_num(both)[..., None], second) - prices
+        taken = each.argmin(axis=-1)
+        costs = np.where(pair, each.min(axis=-1), outside)
+        rows, columns = optimize.linear_sum_assignment(costs)
+        found = costs[rows, columns].sum() + prices.sum()
+        best = max(best, found)
+        slope = 1 - np.bincount(taken[rows, columns][pair[rows, columns]], minlength=count)
+        if not slope.any():
+            break
+        prices = prices + max(reached - found, 1e-3 * reached) * slope / (slope @ slope) * 0.98 ** max(0, turn - 50)
+    return best
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 32])
 def test_equal_costs_take_the_time_of_the_textbook(ranks, count):
@@ -221,15 +305,33 @@ def test_up_to_eight_micro_batches_take_within_two_percent_of_the_best_of_all_or
         assert found <= 1.02 * shortest(forward, backward, layout)
 
 
+@pytest.mark.parametrize("costs", [vision_costs, random_costs])
+def test_on_two_ranks_twelve_micro_batches_take_within_two_percent_of_the_best_of_all_orders(costs):
+    random = np.random.default_rng(0)
+    for count in (5, 12, 12):
+        forward, backward = costs(random, count, Layout(2))
+        order = best_order(forward, backward, Layout(2))
+        found, best = (
+            simulate(forward[order], backward[order], Layout(2)).makespan,
+            shortest_of_two_ranks(forward, backward),
+        )
+        assert best - 1e-9 <= found <= 1.02 * best
+        assert bound_of_two_ranks(forward, backward, found) <= best + 1e-9
+        assert count > 5 or best == pytest.approx(shortest(forward, backward, Layout(2)))
+
+
 @pytest.mark.parametrize("layout", [Layout(2), Layout(4), Layout(8), Layout(2, 2), Layout(4, 2)], ids=str)
 @pytest.mark.parametrize("count", [16, 32, 64])
-def test_more_micro_batches_take_within_five_percent_of_the_bound_and_ten_on_two_ranks(layout, count):
+def test_more_micro_batches_take_within_five_percent_of_a_bound_that_no_order_goes_below(layout, count):
     random = np.random.default_rng(count)
     for _ in range(5):
         forward, backward = vision_costs(random, count, layout)
         order = best_order(forward, backward, layout)
         found = simulate(forward[order], backward[order], layout).makespan
-        assert found <= (1.1 if layout.ranks == 2 else 1.05) * lower_bound(forward, backward, layout)
+        bound = lower_bound(forward, backward, layout)
+        if layout == Layout(2):
+            bound = max(bound, bound_of_two_ranks(forward, backward, found))
+        assert found <= 1.05 * bound
 
 
 def test_without_a_pipeline_any_order_takes_the_same_time_and_the_given_one_stays():
@@ -250,11 +352,3 @@ def test_without_a_pipeline_any_order_takes_the_same_time_and_the_given_one_stay
 def test_what_core_refuses_is_refused_with_a_sentence(layout, count, says):
     with pytest.raises(ConfigError, match=says):
         simulate(np.ones((count, layout.ranks * layout.chunks)), np.ones((count, layout.ranks * layout.chunks)), layout)
-
-
-def test_costs_of_another_shape_or_below_zero_are_refused():
-    with pytest.raises(ConfigError, match=r"not both \[micro-batches, 2\]"):
-        simulate(np.ones((4, 3)), np.ones((4, 3)), Layout(2))
-    for wrong in (-1, np.nan, np.inf):
-        with pytest.raises(ConfigError, match="finite and at least 0"):
-            best_order(np.full((4, 2), wrong), np.ones((4, 2)), Layout(2))

@@ -91,8 +91,8 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     `capacity`), .npy, or text with one length per line. With --ranks, a second table shows the share of each step in
     which data-parallel ranks compute, with and without packs sorted by cost.
 
-    --layout shows for which share of its steps the ranks of a pipeline compute, in the order of the plan and in that of
-    data.order_micro_batches, by what packs cost; bubble is the share in which the ranks of a replica wait for each other.
+    --layout shows for which share of a plan's steps the ranks of pipelines compute, in its order and in that of
+    data.order_micro_batches, by what packs cost. Bubble is the share in which ranks of a replica wait for each other.
 
     --fit says how long the steps of a run took for what their packs cost, vision and language apart, from the lines of
     metrics.directory.
@@ -316,9 +316,7 @@ def _layout(given: SimpleNamespace) -> None:
     from energon_packing.report.fill import layout_report
 
     def show(found: Mapping[str, Any]) -> None:
-        say(
-            f"{found['steps']:,} of {found['of']:,} steps, on ranks {given.layout}, data-parallel {found['data_parallel']}"
-        )
+        say(f"{found['steps']:,} of {found['of']:,} steps, pipeline {given.layout}, {found['data_parallel']} replicas")
         rows = [(each["order"], *(f"{each[name]:.2%}" for name in _OF_STEPS[1:])) for each in found["orders"]]
         Console().print(table(rows, left=_OF_STEPS[:1], right=_OF_STEPS[1:]))
 

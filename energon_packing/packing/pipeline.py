@@ -205,6 +205,8 @@ def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> lis
     micro-batches it is the best one; of more, the best that exchanges and moves find, from the given and sorted ones.
     """
     costs, graph, count = np.array([forward, backward], np.float64), _graph(len(forward), layout), len(forward)
+    if layout.ranks == 1:
+        return list(range(count))
     starts = [np.arange(count)]
     for key in (costs.sum(axis=0)[:, 0], costs.sum(axis=(0, 2))):
         rising = np.argsort(key, kind="stable")

@@ -217,9 +217,9 @@ def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 1
         most: replicas that are simulated in all; steps are taken at equal distances.
 
     Returns:
-        ``steps`` simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the share
-        of steps in which ranks compute until the slowest replica is through, and ``bubble``, that in which those of a
-        replica wait until it is.
+        ``steps`` simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the
+        share of steps in which ranks compute until the slowest replica is through, and ``bubble``, that in which those
+        of a replica wait until it is.
 
     Raises:
         UserError: no plan, another layout than these, one that Core refuses, or a plan shorter than a step.

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def case(layout, count, seed, *, ordered):
-    """A step of packs of which some have images: seconds in each stage, about one in all."""
+    """A step of packs of which some have images: passes of 30 to 100 ms, so that a loaded machine adds little."""
     random = np.random.default_rng(seed)
     stages = layout.ranks * layout.chunks
-    forward = np.full((count, stages), 0.02 / layout.chunks) * random.uniform(0.8, 1.2, (count, 1))
-    forward[:, 0] += random.choice([0, 0.05], count) * random.uniform(0.5, 1.5, count)
-    backward = 2 * forward
+    forward = np.full((count, stages), 0.03) * random.uniform(1, 1.3, (count, 1))
+    forward[:, 0] += random.choice([0, 0.03], count) * random.uniform(0.5, 1, count)
+    backward = 1.5 * forward
     order = best_order(forward, backward, layout) if ordered else list(range(count))
     forward, backward = forward[order], backward[order]
     sent = {"pipeline": layout.ranks, "chunks": layout.chunks, "group": layout.group}
@@ -26,15 +26,15 @@ def case(layout, count, seed, *, ordered):
 
 CASES = [
     case(layout, 8, seed, ordered=ordered)
-    for layout in (Layout(2), Layout(3), Layout(2, 2), Layout(2, 2, 4))
+    for layout in (Layout(2), Layout(2, 2), Layout(2, 2, 4))
     for seed, ordered in ((1, False), (2, True))
 ]
 
 
-def test_a_step_of_real_ranks_takes_what_the_simulator_says_within_five_percent_and_twelve_if_interleaved():
+def test_a_step_of_real_ranks_takes_what_the_simulator_says_within_five_percent():
     taken = pipeline_ranks.run([sent for sent, _ in CASES])
     for seconds, (sent, expected) in zip(taken, CASES, strict=True):
         shape = [sent[name] for name in ("pipeline", "chunks", "group")]
         print(f"pipeline, chunks, group {shape}: simulated {expected:.3f} s, measured {seconds:.3f} s")
     for seconds, (sent, expected) in zip(taken, CASES, strict=True):
-        assert seconds == pytest.approx(expected, rel=0.05 if sent["chunks"] == 1 else 0.12)  # 10 ms passes
+        assert seconds == pytest.approx(expected, rel=0.05)

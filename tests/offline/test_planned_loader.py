@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -173,6 +174,30 @@ def test_a_state_after_a_step_goes_on_in_any_layout_and_one_inside_a_step_only_i
         with pytest.raises(ConfigError, match="after 7 packs of a global batch that data"):
             indices(other, 1, state=inside)
     assert sorted(indices(run, 9, state=inside)[0])[1:] == list(range(8, 16))
+
+
+def test_stats_tell_how_long_the_ranks_of_pipelines_compute_in_the_order_of_a_plan_and_ordered(plan_of):
+    path, size, plan = plan_of.data.path, 8, Plan.open(plan_of.data.path)
+    asked = ["stats", path, "--layout", "2", "--data-parallel", "2", "--micro-batches", "4", "--json"]
+    told = json.loads(CliRunner().invoke(cli, asked, catch_exceptions=False).stdout)
+    costs, steps = plan.costs(0, len(plan)), len(plan) // size
+    assert (told["steps"], told["of"]) == (steps, steps)
+    for on, each in zip((False, True), told["orders"], strict=True):
+        taken, busy, bubbles = 0, 0, []
+        found = [indices(ordering(plan_of, on=on), 4 * steps, rank=rank, world_size=2)[0] for rank in range(2)]
+        for step in range(steps):
+            own = [stage_costs(costs[some[4 * step : 4 * step + 4]], Layout(2)) for some in found]
+            both = [simulate(*each, Layout(2)) for each in own]
+            taken += max(each.makespan for each in both)
+            busy += sum(each.busy.mean() for each in both) / 2
+            bubbles += [each.bubble for each in both]
+        assert each["efficiency"] == pytest.approx(busy / taken)
+        assert each["bubble"] == pytest.approx(sum(bubbles) / len(bubbles))
+    for wrong, says in (("4y2", "give it as 4, or as 4x2"), ("2x3", "must lie between|leave none of them over")):
+        asked[3], asked[7] = wrong, "5"
+        result = CliRunner().invoke(cli, asked[:-1])
+        assert result.exit_code == 2
+        assert re.search(says, " ".join(result.output.split()))
 
 
 def test_micro_batches_are_ordered_of_plans_alone_and_of_a_batch_with_a_pack_for_each_rank(plan_of, dataset, run_of):

@@ -301,11 +301,6 @@ def _pipeline(config: AnyRun, ranks: int) -> tuple[Layout, int] | None:
     if not config.data.order_micro_batches or layout.ranks == 1:
         return None
     count = training.global_batch_size // training.micro_batch_size // ranks
-    if not count:
-        raise ConfigError(
-            f"data.order_micro_batches is on, but a global batch of {training.global_batch_size} is less than one pack "
-            f"for each of {ranks} ranks; set the batch of the run, or turn it off."
-        )
     operations(count, layout)  # refuses what Megatron-Core does
     return layout, count
 

@@ -11,14 +11,13 @@ it changes less than 0.5 %, and is left out.
 from collections.abc import Iterator
 from functools import lru_cache
 from graphlib import TopologicalSorter
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from energon_packing.errors import refuse
 
-EXHAUSTIVE = 6  # micro-batches of which all orders are tried
 CANDIDATES, ROUNDS, LEVELS, PASSES = 64, 100, 8000, 28_000  # of a round, and of all: 64 take about 0.1 s
 
 
@@ -65,8 +64,11 @@ def operations(micro_batches: int, layout: Layout) -> list[list[Operation]]:
     ranks, chunks, group = layout.ranks, layout.chunks, layout.group or layout.ranks
     left = micro_batches % max(group, 1)
     refuse(
-        (min(micro_batches, ranks, chunks) < 1, f"micro-batches ({micro_batches}), ranks and chunks are at least 1"),
-        (ranks == 1 < chunks, f"{chunks} chunks need a pipeline of at least 2 ranks"),
+        (
+            min(micro_batches, ranks, chunks) < 1,
+            f"each replica has {micro_batches} packs of a global batch; sizes are 1 or more",
+        ),
+        (ranks == 1 < chunks, f"{chunks} virtual stages need a pipeline of at least 2 ranks"),
         (
             chunks > 1 and (not ranks <= group <= micro_batches or 0 < left < ranks),
             f"microbatch_group_size_per_vp_stage is {group}: it must lie between the pipeline's {ranks} ranks and the "
@@ -181,28 +183,11 @@ def simulate(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> Timel
     return Timeline(makespan, busy, 1 - float(busy.mean()) / makespan if makespan else 0.0, ends)
 
 
-@lru_cache(maxsize=16)
-def _mixed(count: int) -> np.ndarray:
-    """Every exchange of two places and every move of one to another, mixed, as ``[N, 3]``: whether it moves, places."""
-    kind, one, other = np.indices((2, count, count)).reshape(3, -1)
-    changes = np.stack([kind, one, other], axis=1)[(one < other) | (kind * one > other)]
-    return np.random.default_rng(0).permutation(changes)
-
-
-def _neighbours(orders: np.ndarray, changes: np.ndarray) -> np.ndarray:
-    """The orders that changes ``[N, 3]`` of `_mixed` make of each of these ``[W, M]``: ``[W N, M]``."""
-    moves, one, other = changes.T[..., None]
-    at = np.arange(orders.shape[1])
-    moved = at + ((at >= one) & (at < other)) - ((at <= one) & (at > other))
-    exchanged = np.where(at == one, other, at)
-    return orders[:, np.where(at == other, one, np.where(moves, moved, exchanged))].reshape(-1, at.size)
-
-
 def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> list[int]:
     """The order in which one global batch's micro-batches take least time in the pipeline: positions, each once.
 
-    A pure function of its arguments, those of `simulate`, so that all ranks of a pipeline find the same order. Up to 6
-    micro-batches it is the best one; of more, the best that exchanges and moves find, from the given and sorted ones.
+    A pure function of its arguments, those of `simulate`, so that all ranks of a pipeline find the same order: the best
+    that exchanges and moves find from the given order and sorted ones, and from others once they find none.
     """
     costs, graph, count = np.array([forward, backward], np.float64), _graph(len(forward), layout), len(forward)
     if layout.ranks == 1:
@@ -211,19 +196,19 @@ def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> lis
     for key in (costs.sum(axis=0)[:, 0], costs.sum(axis=(0, 2))):
         rising = np.argsort(key, kind="stable")
         starts += [rising, rising[::-1], np.concatenate([rising[::2], rising[1::2][::-1]])]
-    found = np.array(list(permutations(range(count))) if count <= EXHAUSTIVE else starts)
-    changes, random, at, idle, least, shortest = _mixed(count), np.random.default_rng(0), 0, 0, np.inf, np.inf
+    found, random, idle, least, shortest = np.array(starts), np.random.default_rng(0), 0, np.inf, np.inf
     for _ in range(max(2, min(ROUNDS, LEVELS // len(graph.levels), PASSES // len(graph.before)))):
         taken = graph.ends(costs, found).max(axis=0)
         best = found[np.unique(taken, return_index=True)[1][: 4 if count <= 16 else 1]]
         if taken.min() < shortest:
             shortest, order = taken.min(), best[0].tolist()
-        if count <= EXHAUSTIVE:
-            break
         idle, least = (0, taken.min()) if taken.min() < least else (idle + CANDIDATES, least)
-        if idle < len(changes):
-            some = changes.take(range(at, at + CANDIDATES), axis=0, mode="wrap")
-            found, at = np.concatenate([best, _neighbours(best, some)]), at + CANDIDATES
-        else:  # nothing changes it for the better: from others
+        if idle > count * count:
             found, idle, least = random.permuted(np.array(starts), axis=1), 0, np.inf
+            continue
+        one, other, moves = random.integers((count, count, 2), size=(CANDIDATES, 3)).T[..., None]
+        places = np.tile(np.arange(float(count)), (CANDIDATES, 1))
+        np.put_along_axis(places, other, np.where(moves, other, one), axis=1)
+        np.put_along_axis(places, one, other + moves * np.where(other > one, 0.5, -0.5), axis=1)
+        found = np.concatenate([best, best[:, places.argsort(axis=1)].reshape(-1, count)])
     return order

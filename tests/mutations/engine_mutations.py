@@ -292,7 +292,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="nothing is exchanged between the sorted orders and the best one",
         test=PIPELINE + "test_more_micro_batches_take_within_five_percent_of_a_bound_that_no_order_goes_below",
         oracle="a bound that no order goes below",
-        edits=(("packing/pipeline.py", "        if count <= EXHAUSTIVE:\n", "        if count:\n"),),
+        edits=(("packing/pipeline.py", "if idle > count * count:", "if count:"),),
     ),
     Mutation(
         trap=244,

@@ -195,7 +195,7 @@ def test_stats_tell_how_long_the_ranks_of_pipelines_compute_in_the_order_of_a_pl
         assert each["efficiency"] == pytest.approx(busy / taken)
         assert each["bubble"] == pytest.approx(sum(bubbles) / len(bubbles))
     for wrong, says in (("4y2", "give it as 4, or as 4x2"), ("2x3", "must lie between|leave none of them over")):
-        asked[3], asked[7] = wrong, "5"
+        asked[3], asked[7] = wrong, "3"
         result = CliRunner().invoke(cli, asked[:-1])
         assert result.exit_code == 2
         assert re.search(says, " ".join(result.output.split()))

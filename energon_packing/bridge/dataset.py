@@ -31,7 +31,7 @@ from energon_packing.bridge.provider import (
     frozen,
     to_bridge,
 )
-from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.config.run import MetricsConfig
 from energon_packing.encoders.sample_encoder import own_encoder
 from energon_packing.energon.loader import LoaderBase, data_fingerprint
@@ -240,11 +240,20 @@ class PackedEnergonDatasetConfig(PackProvider):
         encoder = {} if isinstance(self.encoder, str) else self.encoder
         loaded = {"processor": self.processor, "trust_remote_code": bool(self.trust_remote_code)}
         rows = {"seq_length": self.seq_length, "pad_to_max_length": self.pad_to_max_length}
+        data = frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers)
+        train = getattr(self._run, "train", None)
+        if data.order_micro_batches and getattr(train, "rampup_batch_size", None):
+            raise ConfigError(
+                "dataset.data.order_micro_batches needs a global batch of one size; turn it off, or remove "
+                "train.rampup_batch_size."
+            )
+        sizes = {name: getattr(train, name) for name in ("micro_batch_size", "global_batch_size") if train is not None}
         return RunConfig(
-            data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
+            data=data,
             encoder=frozen(EncoderConfig, encoder, where="dataset.encoder", **loaded),
             packing=frozen(PackingConfig, self.packing, where="dataset.packing", **rows),
             parallel=parallel,
+            training=TrainingConfig(**sizes),
             metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )
 

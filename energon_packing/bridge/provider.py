@@ -418,7 +418,7 @@ class PackProvider(DatasetProvider):
 
     def parallel_config(self, groups: Any) -> ParallelConfig:
         """Returns the layout by the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
-        run = self._run
+        run, model = self._run, getattr(self._run, "model", None)
         tensor, context, pipeline = (group_size(getattr(groups, name, None)) for name in ("tp", "cp", "pp"))
         if run is None:
             warnings.warn(
@@ -430,6 +430,8 @@ class PackProvider(DatasetProvider):
             tensor_parallel=tensor,
             context_parallel=context,
             pipeline_parallel=pipeline,
+            virtual_pipeline=getattr(model, "virtual_pipeline_model_parallel_size", None) or 1,
+            microbatch_group_size_per_vp_stage=getattr(model, "microbatch_group_size_per_vp_stage", None) or 0,
             sequence_parallel=tensor > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
             eval_context_parallel=None if run is None else run.dist.eval_context_parallel_size,
         )

@@ -34,12 +34,14 @@ Examples:
   energon-packing stats index
   energon-packing stats index --html stats.html --seq-length 8192 --seq-length 16384 --multiple 8
   energon-packing stats plan.parquet --json
+  energon-packing stats plan.parquet --layout 4x2 --data-parallel 8 --micro-batches 16
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
   energon-packing stats --fit run/metrics
 """
 _BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
+_OF_STEPS = ("order", "efficiency", "bubble")
 
 
 def _many(name: str, told: str) -> Callable[[Any], Any]:
@@ -57,6 +59,8 @@ def _many(name: str, told: str) -> Callable[[Any], Any]:
 @_many("--multiple", "To compare; each sample is padded to a multiple of this.")
 @_many("--window", "To compare; samples that an online policy holds.")
 @click.option("--data-parallel", type=AT_LEAST_1, help="Ranks of a run: show what their readers get of a data set.")
+@click.option("--layout", metavar="PP[xVP]", help="Pipeline ranks, and stages of each: how long steps of a plan take.")
+@click.option("--micro-batches", type=AT_LEAST_1, help="--layout: packs of each data-parallel rank in a global batch.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
 @click.option("--fit", is_flag=True, help="Seconds per unit of cost; the argument is the metrics of a run.")
@@ -68,16 +72,22 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
     error bars. A plan knows tokens only. A data set needs the extra vlm too.
 
+    --layout shows for which share of a plan's steps the ranks of pipelines compute, in its order and in that of
+    data.order_micro_batches, by what packs cost. Bubble is the share in which ranks of a replica wait for each other.
+
     --fit says how long the steps of a run took for what their packs cost, vision and language apart, from the lines of
     metrics.directory.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    if options["fit"] and (wrong := sorted(asked - {"fit"})):
+    fit, layout, of_layout = options["fit"], options["layout"] is not None, {"layout", "micro_batches"}
+    refuse((layout and not options["micro_batches"], "--layout is about global batches; give --micro-batches too."))
+    allowed = {"fit"} if fit else of_layout | {"data_parallel"} if layout else {*options} - of_layout
+    if wrong := sorted(asked - allowed):
         named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
-        raise UserError(f"`stats --fit` does not take {named}; leave it out.")
+        raise UserError(f"`stats{' --fit' if fit else ' --layout' * layout}` does not take {named}; leave it out.")
     starting(f"Reading {path}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
-    (_fit if options["fit"] else _statistics)(given)
+    (_fit if fit else _layout if layout else _statistics)(given)
 
 
 def _statistics(given: SimpleNamespace) -> None:
@@ -230,8 +240,19 @@ def _readers(found: Mapping[str, Any], number: Callable[[float], str], share: Ca
     return table(rows, left=(f"for each of {count:,} readers",), right=("share", "of tokens", "mean", "least", "most"))
 
 
+def _layout(given: SimpleNamespace) -> None:
+    from energon_packing.report.steps import layout_report
+
+    def show(found: Mapping[str, Any]) -> None:
+        say(f"{found['steps']:,} of {found['of']:,} steps, pipeline {given.layout}, {found['data_parallel']} replicas")
+        rows = [(each["order"], *(f"{each[name]:.2%}" for name in _OF_STEPS[1:])) for each in found["orders"]]
+        Console().print(table(rows, left=_OF_STEPS[:1], right=_OF_STEPS[1:]))
+
+    answer(layout_report(given.path, given.layout, given.data_parallel or 1, given.micro_batches), given.as_json, show)
+
+
 def _fit(given: SimpleNamespace) -> None:
-    from energon_packing.report.fit import fit_report
+    from energon_packing.report.steps import fit_report
 
     def show(found: Mapping[str, Any]) -> None:
         vision, language = (f"{1e-6 / each:,.1f}" if (each := found[it]) else "-" for it in ("vision", "language"))

@@ -89,6 +89,10 @@ class ParallelConfig:
     """Size of the context-parallel group, which cuts every sample."""
     pipeline_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
     """Number of pipeline stages."""
+    virtual_pipeline: int = setting(1, unit="stages", changes="nothing", least=1)
+    """Stages of each pipeline rank (interleaved 1F1B); read for ``data.order_micro_batches``, as the next one."""
+    microbatch_group_size_per_vp_stage: int = setting(0, unit="packs", changes="nothing", least=0)
+    """Megatron's setting of this name; 0 is its default, ``pipeline_parallel``."""
     expert_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
     """Size of the expert-parallel group."""
     sequence_parallel: bool = setting(False, stated="multiple")
@@ -271,6 +275,10 @@ class DataConfig:
     transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
     there is a GPU (docs/limits.md). 0 reads and transfers each pack when it is asked for; so do ``workers: 0``, any
     ``epoch_end`` but ``uneven``, and a model with CUDA graphs."""
+    order_micro_batches: bool = setting(False, changes="nothing")
+    """With pipeline stages: each replica takes the packs of a global batch in the order that the pipeline is through
+    with soonest, by what they cost; the batch has the same packs. Only with a plan, and a global batch of one size; see
+    docs/offline.md. Training alone, and nothing without pipeline stages."""
     keep_memory: bool = setting(True, changes="nothing")
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image; once
     a minute they return what is free. The busier the machine's memory, the more CPU time this saves

@@ -127,6 +127,11 @@ def run_config_of(args: Any) -> RunConfig:
             "width; remove it.",
         ),
         (
+            config.data.order_micro_batches
+            and (args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None)),
+            "data.order_micro_batches needs a global batch of one size; turn it off, or let the batch stay.",
+        ),
+        (
             config.encoder.loss_weighting != "token" and not args.calculate_per_token_loss,
             f"encoder.loss_weighting is {config.encoder.loss_weighting!r}, whose weights are divided by their sum over "
             "the step; add --calculate-per-token-loss (rule ours/weights-need-token-loss).",
@@ -150,7 +155,8 @@ def run_config_of(args: Any) -> RunConfig:
             f"{argument} is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
             f"use {length // parallel.multiple * parallel.multiple}."
         )
-    return replace(config, data=data.beside(args), packing=packing, parallel=parallel)
+    training = replace(config.training, micro_batch_size=1, global_batch_size=args.global_batch_size)
+    return replace(config, data=data.beside(args), packing=packing, parallel=parallel, training=training)
 
 
 def check_arguments(args: Any) -> None:

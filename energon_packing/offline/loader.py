@@ -1,15 +1,18 @@
 """The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
+import copy
+import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data
 
-from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
+from energon_packing.config import PACK_LIMITS, RunConfig, TrainingConfig, to_mapping
 from energon_packing.config.setting import changing
 from energon_packing.energon.epoch_end import EpochReport
 from energon_packing.energon.loader import LoaderBase
@@ -24,6 +27,7 @@ from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.source import check_there
+from energon_packing.packing.pipeline import Layout, best_order, operations, stage_costs
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 STATE_FORMAT = "energon_packing plan 1"
@@ -45,6 +49,9 @@ class PlannedLoader(LoaderBase):
         unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
         evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
             again and again; those after the last pack have no samples. None is a training's.
+        pipeline: and the micro-batches of a global batch on each rank: each batch is then read in `best_order`. It has
+            the same packs, so the state is as before, and after its last pack free to continue in any layout.
+        costs: for that, of vision and language of each pack of the plan ``[len(packs), 2]``.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
         base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
@@ -61,6 +68,8 @@ class PlannedLoader(LoaderBase):
         repeat: bool = True,
         unfinished: str | None = None,
         evaluation: int | None = None,
+        pipeline: tuple[Layout, int] | None = None,
+        costs: Callable[[], np.ndarray] | None = None,
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
@@ -74,6 +83,8 @@ class PlannedLoader(LoaderBase):
             packs.passes = None
         self._unfinished, self._evaluation = unfinished, evaluation
         self._end: int | None = None  # of the iteration, if it has one
+        self._pipeline, self._costs = pipeline, costs
+        self._taken = 0  # packs of a global batch that is not through
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
@@ -91,8 +102,11 @@ class PlannedLoader(LoaderBase):
         stop = self._end
         if over and stop is None:  # all ranks stop at the same step
             stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
-        first, step, period = self._position + self._rank, self._world_size, self._evaluation  # which begins again
-        every = itertools.count(first, step) if stop is None else range(first, stop, step)
+        step, period = self._world_size, self._evaluation  # which begins again
+        first = self._position + self._rank - self._taken * step
+        every: Iterable[int] = itertools.count(first, step) if stop is None else range(first, stop, step)
+        if self._pipeline is not None:
+            every = itertools.islice(self._in_order(iter(every), *self._pipeline), self._taken, None)
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             self._packs,
             batch_size=None,
@@ -107,17 +121,35 @@ class PlannedLoader(LoaderBase):
         in_workers(loader, keep_memory=self._keep_memory)
         for pack in loader:
             self._position += self._world_size
+            self._taken = (self._taken + 1) % self._pipeline[1] if self._pipeline else 0
             report.read += len(pack.keys) + len(pack.dropped)
             yield pack
         if self._end is None:
             raise UserError(str(self._unfinished))
-        self._position = self._end
+        self._position, self._taken = self._end, 0
+
+    def _in_order(self, every: Iterator[int], layout: Layout, count: int) -> Iterator[int]:
+        """Positions of this rank, those of each global batch in `best_order`; what is too few for one as they come."""
+        assert self._costs is not None
+        costs = self._costs()
+        while len(batch := list(itertools.islice(every, count))) == count:
+            own = costs[[self._packs.number(position) for position in batch]]
+            yield from map(batch.__getitem__, best_order(*stage_costs(own, layout), layout))
+        yield from batch
+
+    @property
+    def _batch(self) -> dict[str, Any]:
+        """What a state says in the middle of a global batch."""
+        if self._pipeline is None or not self._taken:
+            return {}
+        layout, count = self._pipeline
+        return {"batch": [self._taken, count, self._world_size, *layout]}
 
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
         state = planned_state(min(self._position, self._end or self._position), self._fingerprint)
-        return state | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
+        return state | self._batch | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
 
     def state_later(self) -> Callable[[], Any]:
         state = self.save_state()
@@ -148,12 +180,18 @@ class PlannedLoader(LoaderBase):
             differs.append(older)
         if self._packs.passes is not None:
             self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
+        self._taken = state.get("batch", [0])[0]
+        if state.get("batch") != self._batch.get("batch"):
+            raise ConfigError(
+                f"The saved loader state was after {self._taken} packs of a global batch that data.order_micro_batches "
+                "had ordered; restore one that was saved after a step, or go on with the layout and batch of that run."
+            )
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
     def start_at(self, position: int) -> None:
         """Continues at a global position, without a saved state."""
-        self._position = position
+        self._position, self._taken = position, 0
 
     def share_unpinned(self) -> None:
         self._pinned = False
@@ -241,6 +279,8 @@ def loader_of(
         repeat=config.data.repeat,
         unfinished=too_short(plan),
         evaluation=evaluation,
+        pipeline=None if evaluation is not None else _pipeline(config, reading.get("world_size", 1)),
+        costs=functools.partial(copy.copy(plan).costs, 0, len(plan)),  # a copy, since workers have the file of `plan`
         keep_memory=config.data.keep_memory,
         patience=config.data.storage_patience,
         fingerprint=plan_fingerprint(plan, encoder),
@@ -252,6 +292,17 @@ def loader_of(
         group=data_parallel_group,
         **reading,
     )
+
+
+def _pipeline(config: AnyRun, ranks: int) -> tuple[Layout, int] | None:
+    """The layout of a run that orders its micro-batches, and their number in a global batch on each rank."""
+    parallel, training = config.parallel, getattr(config, "training", TrainingConfig())
+    layout = Layout(parallel.pipeline_parallel, parallel.virtual_pipeline, parallel.microbatch_group_size_per_vp_stage)
+    if not config.data.order_micro_batches or layout.ranks == 1:
+        return None
+    count = training.global_batch_size // training.micro_batch_size // ranks
+    operations(count, layout)  # refuses what Megatron-Core does
+    return layout, count
 
 
 def check_plan(

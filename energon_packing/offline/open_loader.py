@@ -65,6 +65,11 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
             return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
         if is_packed(config.data.path):
             return packed_loader(config, **arguments)
+        if config.data.order_micro_batches and config.parallel.pipeline_parallel > 1:
+            raise ConfigError(
+                f"data.order_micro_batches is on, but {config.data.path} is no plan, which knows what packs cost "
+                "before they are made; plan, or turn it off."
+            )
         return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
 

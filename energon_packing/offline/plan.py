@@ -258,10 +258,10 @@ class Plan:
 
     def costs(self, start: int, stop: int) -> np.ndarray:
         """Vision and language of each of the packs ``[start, stop)``, ``[stop - start, 2]`` int64; of plans of before
-        by `CONSTANTS`, without vision. Reads and raises as `packs`."""
+        by `CONSTANTS`, without vision. Raises as `packs`."""
         found = np.zeros((max(stop - start, 0), 2), np.int64)
-        for table in self._rows(start, stop):
-            columns = {each: table.column(each).to_numpy() for each in table.schema.names if each != "media"}
+        for table in self._rows(start, stop, ["pack", "length", "second", *COSTS]):
+            columns = {each: table.column(each).to_numpy() for each in table.schema.names}
             vision, cost = columns.get("vision_cost", 0), columns.get("cost")
             if cost is None:
                 lengths = columns["length"].astype(np.int64), columns["second"].astype(np.int64)
@@ -269,12 +269,13 @@ class Plan:
             np.add.at(found, columns["pack"] - start, np.stack(np.broadcast_arrays(vision, cost - vision), axis=1))
         return found
 
-    def _rows(self, start: int, stop: int) -> Iterator[pa.Table]:
+    def _rows(self, start: int, stop: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
         low, high = np.searchsorted(np.asarray(self.facts.row_groups), [start, stop - 1], side="right") - 1
         for number in range(int(low), int(high) + 1) if start < stop else ():
-            table, packs = self._group(number)
+            table = self._read(number, columns) if columns else self._group(number)[0]
+            packs = table.column("pack").to_numpy()
             begin, end = np.searchsorted(packs, [start, stop]).tolist()
             yield table.slice(begin, end - begin)
 

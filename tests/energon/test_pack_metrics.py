@@ -28,7 +28,7 @@ from energon_packing.energon import metrics as metrics_report
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.metrics import MetricsLog, PackMetrics, PackSums, watched
 from energon_packing.energon.samples import Pack
-from energon_packing.report.fit import fit_report
+from energon_packing.report.steps import fit_report
 
 CAPACITY = 96
 

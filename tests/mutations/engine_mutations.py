@@ -11,6 +11,9 @@ ENGINE_TRAPS = {
     202: "the images of a pack take more memory with their padding than any limit counts",
     238: "the cost of a pack is of other pairs of tokens or patches than the model's attention has",
     239: "a part of the model that rests counts as if it worked: frozen, or experts that a token does not choose",
+    240: "a simulated pipeline is not the one that Megatron-Core runs",
+    241: "the micro-batches of a pipeline come in an order that takes longer than another",
+    244: "a run that orders the micro-batches of a global batch sees another order after it resumed",
     246: "a sample of a small data set fills a pack with copies of itself",
     242: "packs are ordered by what another model costs, or by an index that does not hold what the model needs",
     243: "a fit of the steps of a run takes waits for its work, or a rank that waited for the slowest one",
@@ -19,6 +22,7 @@ ENGINE_TRAPS = {
 BALANCE = "tests/packing/test_balance.py::"
 BLENDS = "tests/energon/test_blends.py::"
 POLICIES = "tests/packing/test_policies.py::"
+PIPELINE = "tests/packing/test_pipeline.py::"
 LONG_ROWS = (
     "tests/packing/test_window.py::"
     "test_packs_under_limits_of_a_row_of_a_million_tokens_cost_what_those_of_8192_do[images scarce]"
@@ -376,6 +380,57 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the fastest rank explains how long a step took",
         test=FIT,
         oracle="the seconds that the test planted",
-        edits=(("report/fit.py", "(costs @ slope).argmax(axis=1)", "(costs @ slope).argmin(axis=1)"),),
+        edits=(("report/steps.py", "(costs @ slope).argmax(axis=1)", "(costs @ slope).argmin(axis=1)"),),
+    ),
+    Mutation(
+        trap=240,
+        name="ranks of an interleaved pipeline warm up as those of a plain one",
+        test=PIPELINE + "test_each_rank_does_what_megatron_core_does_in_its_order",
+        oracle="Megatron-Core's schedule, run with messages that stand still",
+        edits=(("packing/pipeline.py", "else 2 * ahead + ", "else ahead + "),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=240,
+        name="a pass starts before the stage that sends its input is through",
+        test=PIPELINE + "test_no_pass_starts_before_what_it_needs_and_ranks_do_one_thing_at_a_time",
+        oracle="the definition",
+        edits=(("packing/pipeline.py", "waits = [self.place[source]] if source in self.place else []", "waits = []"),),
+    ),
+    Mutation(
+        trap=241,
+        name="the last order that was looked at is taken, and not the best",
+        test=PIPELINE + "test_up_to_eight_micro_batches_take_within_two_percent_of_the_best_of_all_orders",
+        oracle="all orders",
+        edits=(("packing/pipeline.py", "if taken.min() < shortest:", "if True:"),),
+    ),
+    Mutation(
+        trap=241,
+        name="nothing is exchanged between the sorted orders and the best one",
+        test=PIPELINE + "test_more_micro_batches_take_within_five_percent_of_a_bound_that_no_order_goes_below",
+        oracle="a bound that no order goes below",
+        edits=(("packing/pipeline.py", "if idle > count * count:", "if count:"),),
+    ),
+    Mutation(
+        trap=244,
+        name="a run that resumes inside a global batch orders what is left as if it were a batch",
+        test="tests/offline/test_planned_loader.py::"
+        "test_a_run_that_resumes_after_a_step_or_inside_one_sees_the_order_of_the_run_that_went_on",
+        oracle="the run that went on",
+        edits=(
+            (
+                "offline/loader.py",
+                "first = self._position + self._rank - self._taken * step",
+                "first = self._position + self._rank",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=244,
+        name="a state inside a global batch goes on in another layout",
+        test="tests/offline/test_planned_loader.py::"
+        "test_a_state_after_a_step_goes_on_in_any_layout_and_one_inside_a_step_only_in_its_own",
+        oracle="the definition",
+        edits=(("offline/loader.py", 'if state.get("batch") != self._batch.get("batch"):', "if False:"),),
     ),
 )

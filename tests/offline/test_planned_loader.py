@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.config import LimitsConfig, ParallelConfig, PlanConfig
-from energon_packing.config.run import PlannedDatasetConfig
+from energon_packing.config.run import PlannedDatasetConfig, TrainingConfig
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import ConfigError, UserError
@@ -26,6 +27,7 @@ from energon_packing.offline.packs import Passes, SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared_work import WorkersConfig
+from energon_packing.packing.pipeline import Layout, best_order, simulate, stage_costs
 
 
 def planned(run, dataset, folder, *, also=(), **settings):
@@ -113,6 +115,99 @@ def test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_
         merged.append(packs)
         assert loader.save_state()["position"] == 4 * steps + 16
     assert [pack for step in zip(*merged, strict=True) for pack in step] == whole[4 * steps :]
+
+
+def ordering(run, *, on=True, batch=8, **parallel):
+    """An endless run on two pipeline ranks whose micro-batches are ordered."""
+    data = dataclasses.replace(run.data, repeat=True, order_micro_batches=on)
+    layout = ParallelConfig(**{"pipeline_parallel": 2} | parallel)
+    return dataclasses.replace(run, data=data, parallel=layout, training=TrainingConfig(global_batch_size=batch))
+
+
+def indices(run, count, *, state=None, **of):
+    """Positions of the next packs, and the state after them."""
+    loader = open_loader(run, **{"workers": 0} | of)
+    if state is not None:
+        loader.restore_state(state)
+    return [pack.index for pack in itertools.islice(loader, count)], loader.save_state()
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (1, 2)])
+def test_each_global_batch_has_its_packs_in_the_order_that_the_pipeline_is_through_with_soonest(plan_of, ranks, chunks):
+    run = ordering(plan_of, virtual_pipeline=chunks)
+    plan, passes = Plan.open(plan_of.data.path), Passes(Plan.open(plan_of.data.path).facts)
+    costs, layout, size = plan.costs(0, len(plan)), Layout(2, chunks), 8 // ranks
+    steps, faster = len(plan) // 8 + 1, 0  # over the end of the plan
+    for rank in range(ranks):
+        of = {"rank": rank, "world_size": ranks}
+        given, _ = indices(ordering(plan_of, on=False), size * steps, **of)
+        found, _ = indices(run, size * steps, **of)
+        if ranks == chunks == 1:  # as another stage of the replica reads it, however it does
+            assert found == indices(run, size * steps, **of, workers=2)[0]
+        for at in range(0, size * steps, size):
+            batch, own = given[at : at + size], found[at : at + size]
+            forward, backward = stage_costs(costs[[passes.number(each) for each in batch]], layout)
+            assert own == [batch[each] for each in best_order(forward, backward, layout)]
+            order = [batch.index(each) for each in own]
+            assert sorted(order) == list(range(size))
+            times = [simulate(forward[some], backward[some], layout).makespan for some in (order, range(size))]
+            faster += times[0] < times[1]
+    assert faster
+
+
+def test_a_run_that_resumes_after_a_step_or_inside_one_sees_the_order_of_the_run_that_went_on(plan_of):
+    run, of = ordering(plan_of), {"rank": 1, "world_size": 2}
+    whole, _ = indices(run, 24, **of)
+    for taken in (0, 3, 4, 9):
+        before, state = indices(run, taken, **of)
+        assert state["position"] == 2 * taken
+        assert ("batch" in state) == (taken % 4 > 0)
+        assert before + indices(run, 24 - taken, state=state, **of)[0] == whole
+
+
+def test_a_state_after_a_step_goes_on_in_any_layout_and_one_inside_a_step_only_in_its_own(plan_of):
+    run = ordering(plan_of)
+    _, whole = indices(run, 8)
+    others = (ordering(plan_of, on=False), ordering(plan_of, pipeline_parallel=4), ordering(plan_of, batch=16))
+    _, inside = indices(run, 7)
+    for other in others:
+        assert sorted(indices(other, 16, state=whole)[0]) == list(range(8, 24))
+        with pytest.raises(ConfigError, match="after 7 packs of a global batch that data"):
+            indices(other, 1, state=inside)
+    assert sorted(indices(run, 9, state=inside)[0])[1:] == list(range(8, 16))
+
+
+def test_stats_tell_how_long_the_ranks_of_pipelines_compute_in_the_order_of_a_plan_and_ordered(plan_of):
+    path, size, plan = plan_of.data.path, 8, Plan.open(plan_of.data.path)
+    asked = ["stats", path, "--layout", "2", "--data-parallel", "2", "--micro-batches", "4", "--json"]
+    told = json.loads(CliRunner().invoke(cli, asked, catch_exceptions=False).stdout)
+    costs, steps = plan.costs(0, len(plan)), len(plan) // size
+    assert (told["steps"], told["of"]) == (steps, steps)
+    for on, each in zip((False, True), told["orders"], strict=True):
+        taken, busy, bubbles = 0, 0, []
+        found = [indices(ordering(plan_of, on=on), 4 * steps, rank=rank, world_size=2)[0] for rank in range(2)]
+        for step in range(steps):
+            own = [stage_costs(costs[some[4 * step : 4 * step + 4]], Layout(2)) for some in found]
+            both = [simulate(*each, Layout(2)) for each in own]
+            taken += max(each.makespan for each in both)
+            busy += sum(each.busy.mean() for each in both) / 2
+            bubbles += [each.bubble for each in both]
+        assert each["efficiency"] == pytest.approx(busy / taken)
+        assert each["bubble"] == pytest.approx(sum(bubbles) / len(bubbles))
+    for wrong, says in (("4y2", "give it as 4, or as 4x2"), ("2x3", "must lie between|leave none of them over")):
+        asked[3], asked[7] = wrong, "3"
+        result = CliRunner().invoke(cli, asked[:-1])
+        assert result.exit_code == 2
+        assert re.search(says, " ".join(result.output.split()))
+
+
+def test_micro_batches_are_ordered_of_plans_alone_and_of_a_batch_with_a_pack_for_each_rank(plan_of, dataset, run_of):
+    with pytest.raises(ConfigError, match="is no plan"):
+        open_loader(ordering(run_of(dataset)))
+    with pytest.raises(ConfigError, match="each replica has 0 packs of a global batch"):
+        open_loader(ordering(plan_of, batch=2), world_size=4)
+    with pytest.raises(ConfigError, match="leave none of them over"):
+        open_loader(ordering(plan_of, batch=5, virtual_pipeline=2))
 
 
 def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of):

@@ -1,4 +1,4 @@
-"""How long the steps of a run took for what its packs cost."""
+"""How long the steps of a run took for what its packs cost, and how long those of a plan take on pipelines."""
 
 from collections import defaultdict
 from itertools import combinations, pairwise
@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, refuse
 from energon_packing.line_file import read_lines
+from energon_packing.packing.pipeline import Layout, best_order, simulate, stage_costs
 
 LEAST_STEPS = 10
 """That a fit needs."""
@@ -88,3 +89,43 @@ def _non_negative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
                 best, least = np.zeros(columns.shape[1]), left
                 best[some] = weights / scale[some]
     return best
+
+
+def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 128) -> dict[str, Any]:
+    """How long steps of a plan take on pipelines, by the costs of its packs.
+
+    Args:
+        layout: ``PP`` or ``PPxVP``: pipeline ranks, and stages of each.
+        ranks, count: data-parallel size, and micro-batches of each replica.
+        most: replicas that are simulated in all; steps are taken at equal distances.
+
+    Returns:
+        ``steps`` simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the
+        share of steps in which ranks compute until the slowest replica is through, and ``bubble``, that in which those
+        of a replica wait until it is.
+
+    Raises:
+        UserError: no plan, another layout than these, one that Core refuses, or a plan shorter than a step.
+    """
+    from energon_packing.offline.plan import Plan
+
+    sizes = layout.split("x")
+    refuse((len(sizes) > 2 or not all(map(str.isdecimal, sizes)), f"--layout is {layout!r}; give it as 4, or as 4x2."))
+    shape, plan, size = Layout(*map(int, sizes)), Plan.open(path), ranks * count
+    steps = len(plan) // size
+    refuse((not steps, f"{path} has {len(plan)} packs, less than a step of {size}; give fewer ranks or micro-batches."))
+    costs, chosen = plan.costs(0, len(plan)), np.unique(np.linspace(0, steps - 1, max(1, most // ranks)).astype(int))
+    busy, taken, bubbles = 0.0, np.zeros(2), np.zeros(2)
+    for first in chosen * size:
+        longest = np.zeros(2)
+        for rank in range(ranks):
+            forward, backward = stage_costs(costs[first + rank : first + size : ranks], shape)
+            orders = range(count), best_order(forward, backward, shape)
+            both = [simulate(forward[order], backward[order], shape) for order in orders]
+            longest = np.maximum(longest, [each.makespan for each in both])
+            bubbles += [each.bubble for each in both]
+            busy += float(both[0].busy.mean()) / ranks
+        taken += longest
+    found = zip(("plan", "ordered"), busy / taken, bubbles / (len(chosen) * ranks), strict=True)
+    orders_found = [dict(zip(("order", "efficiency", "bubble"), each, strict=True)) for each in found]
+    return {"steps": len(chosen), "of": steps, "data_parallel": ranks, "orders": orders_found}

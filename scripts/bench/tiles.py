@@ -51,7 +51,7 @@ PROGRAMS = {
     "LoongForge's all-to-all": "--loongforge",  # of the packs of its best fit
 }
 LONGEST = 1.2
-"""Tokens of a rank after LoongForge's all-to-all, compared with the mean: its ``--dp-balance-max-len-ratio-vlm``."""
+"""Tokens of a rank after LoongForge's all-to-all, compared with the mean: its ``dp_balance_max_len_ratio_vlm``."""
 Groups = Sequence[np.ndarray]
 Made = tuple[Groups, float, dict[str, Any]]
 """Packs, seconds of CPU (0 if they are to be measured from outside), and figures that the packs alone do not give."""

@@ -133,7 +133,7 @@ class PlannedLoader(LoaderBase):
         assert self._costs is not None
         costs = self._costs()
         while len(batch := list(itertools.islice(every, count))) == count:
-            own = costs[[self._packs.number(position) for position in batch]]
+            own = costs[np.array([self._packs.number(position) for position in batch], dtype=np.int64)]
             yield from map(batch.__getitem__, best_order(*stage_costs(own, layout), layout))
         yield from batch
 

@@ -51,7 +51,7 @@ PROGRAMS = {
     "LoongForge's all-to-all": "--loongforge",  # of the packs of its best fit
 }
 LONGEST = 1.2
-"""Tokens of a rank after LoongForge's all-to-all, compared with the mean: its ``--dp-balance-max-len-ratio-vlm``."""
+"""Tokens of a rank after LoongForge's all-to-all, compared with the mean: its ``dp_balance_max_len_ratio_vlm``."""
 Groups = Sequence[np.ndarray]
 Made = tuple[Groups, float, dict[str, Any]]
 """Packs, seconds of CPU (0 if they are to be measured from outside), and figures that the packs alone do not give."""
@@ -61,7 +61,6 @@ def run(
     lists: Sequence[LengthList],
     checkouts: Mapping[str, Path | None],
     *,
-    limits: Sequence[tuple[int, int]] = LIMITS,
     windows: Sequence[int] = WINDOWS,
 ) -> Iterator[dict[str, Any]]:
     """Packs each list by everybody under each pair of limits.
@@ -76,7 +75,7 @@ def run(
         tokens, mean over whole steps of so many ranks; ``us`` (of CPU per sample) and ``broken`` (packs over a limit).
     """
     for given in lists:
-        for most, capacity in limits:
+        for most, capacity in LIMITS:
             for name, pack in _packers(given, most, capacity, checkouts, windows).items():
                 row: dict[str, Any] = {"list": given.name, "tiles": most, "tokens": capacity, "packer": name}
                 start = time.process_time()

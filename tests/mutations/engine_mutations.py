@@ -184,8 +184,8 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=201,
-        name="lengths are rounded down to parts of a long row",
-        test=LONG_ROWS,
+        name="lengths are rounded down to parts of a row",
+        test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[18-6016]",
         oracle="the capacity",
         edits=(
             (
@@ -221,7 +221,10 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="where a limit is broken, one that is used up is forgotten",
         test="tests/packing/test_packing_properties.py::test_no_limit_is_exceeded_where_others_are_used_up_or_zero",
         oracle="the limits",
-        edits=(("packing/policies/window.py", "several = rest if len(rest) > 1 else ()", "several: Any = ()"),),
+        edits=(
+            ("packing/policies/window.py", "several = rest if len(rest) > 1 else ()", "several: Any = ()"),
+            ("packing/policies/window.py", "        return []\n", "        return added\n"),
+        ),
     ),
     Mutation(
         trap=202,

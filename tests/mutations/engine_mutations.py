@@ -185,7 +185,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test=LONG_ROWS,
         oracle="the same list at 8,192 tokens",
         edits=(
-            ("packing/policies/window.py", "-(-room // min(parts, 2 * PLACES // max(levels, 1)))", "1"),
+            ("packing/policies/window.py", "-(-room // min(parts, 2 * PLACES // max(cut, 1)))", "1"),
             (
                 "packing/policies/window.py",
                 "LONG_ROOM, ROOM_PARTS = 32_768, 8_192",
@@ -195,8 +195,8 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=201,
-        name="lengths are rounded down to parts of a long row",
-        test=LONG_ROWS,
+        name="lengths are rounded down to parts of a row",
+        test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[18-6016]",
         oracle="the capacity",
         edits=(
             (
@@ -226,6 +226,16 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test=TWO_LIMITS + "a_long_list_under_two_limits_is_packed_at_the_bound[18-6016]",
         oracle="the capacity",
         edits=(("packing/policies/best_fit.py", "column[runs].max(axis=1)", "column[runs].min(axis=1)"),),
+    ),
+    Mutation(
+        trap=248,
+        name="where a limit is broken, one that is used up is forgotten",
+        test="tests/packing/test_packing_properties.py::test_no_limit_is_exceeded_where_others_are_used_up_or_zero",
+        oracle="the limits",
+        edits=(
+            ("packing/policies/window.py", "several = rest if len(rest) > 1 else ()", "several: Any = ()"),
+            ("packing/policies/window.py", "        return []\n", "        return added\n"),
+        ),
     ),
     Mutation(
         trap=202,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from energon_packing.packing import (
     WindowPacker,
+    check_groups,
     drain_window,
     lower_bound,
     pack_lengths,
@@ -23,6 +24,7 @@ from energon_packing.packing import (
 )
 from energon_packing.packing.constraints import Constraints, PackLimits
 from energon_packing.packing.online import next_pack, sliding_packs
+from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.policies.window import fill_exactly, fill_two
 from energon_packing.packing.whole_list import dealt
 
@@ -184,6 +186,37 @@ def test_two_dimensional_subset_sum_finds_the_brute_force_optimum(
     else:
         assert full(chosen)
         assert max(chosen, default=-1) < shortest
+
+
+@given(
+    st.integers(1, 60).flatmap(
+        lambda capacity: st.tuples(
+            st.just(capacity),
+            st.lists(st.integers(0, 9), min_size=1, max_size=4),
+            st.lists(
+                st.tuples(st.integers(1, capacity), st.lists(st.integers(0, 9), min_size=4, max_size=4)), max_size=50
+            ),
+        )
+    )
+)
+@MANY
+def test_no_limit_is_exceeded_where_others_are_used_up_or_zero(problem) -> None:  # type: ignore[no-untyped-def]
+    capacity, limits, samples = problem
+    lengths = np.array([length for length, _ in samples], dtype=np.int64)
+    # Most cost nothing of a limit, and some all of it.
+    costs = {
+        str(at): np.array([cost[at] * (cost[at] <= limit) for _, cost in samples], dtype=np.int64)
+        for at, limit in enumerate(limits)
+    }
+    constraints = Constraints(costs=costs, limits={str(at): limit for at, limit in enumerate(limits)})
+    check_groups(pack_limited(lengths, capacity, constraints), lengths, capacity, constraints)
+    pairs = {name: (cost, constraints.limits[name]) for name, cost in costs.items()}
+    check_groups(pack_lengths(lengths, capacity, "window", window=9, constraints=pairs), lengths, capacity, constraints)
+
+
+def test_integers_beyond_those_of_floats_keep_their_limit() -> None:
+    packs = pack_lengths([1, 1], 10, "window", constraints={"bytes": ([2**53, 4], 2**53 + 3)})
+    assert [pack.tolist() for pack in packs] == [[0], [1]]
 
 
 @given(problem=limited_problems(), cut=st.integers(0, 60))

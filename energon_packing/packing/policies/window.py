@@ -44,8 +44,8 @@ FULL = 2048
 PLACES, HAND_OVER, UNEVEN = 1 << 15, 0.125, 0.3
 # The longest room, in tokens, that is looked at token by token, and the parts into which others are cut.
 LONG_ROOM, ROOM_PARTS = 32_768, 8_192
-# Levels into which a cost is cut that is not a few units.
-LEVELS = 64
+# Levels into which a cost is cut that is not a few units; and the most levels that one of it may count.
+LEVELS, HUGE = 64, 1e300
 # If more than this share of the tokens may stay free: parts of the room beside few units, and beside so many levels.
 LOOSE, UNIT_PARTS, LEVEL_PARTS, LOOSE_LEVELS = 0.02, 512, 64, 1024
 
@@ -174,7 +174,7 @@ def fill_limited(
     Sums of maxima are never below maxima of sums, so this pack obeys all limits.
     """
     columns = [lengths, *(costs[name] for name in limits)]
-    bounds = [float(capacity), *(float(limit) for limit in limits.values())]
+    bounds: list[Number] = [capacity, *limits.values()]
     needs = [sum(column[:OLDEST]) / (bound or 1) for column, bound in zip(columns, bounds, strict=True)]
     second = max(range(1, len(bounds)), key=lambda index: needs[index])
     fit = _Fit(columns=columns, bounds=bounds, needs=(needs[0], needs[second]), second=second)
@@ -196,7 +196,7 @@ class _Fit:
     the oldest samples need for tokens and for the `second` resource, the scarcest limit."""
 
     columns: Sequence[Sequence[Number]]
-    bounds: Sequence[float]
+    bounds: Sequence[Number]
     needs: tuple[float, float]
     second: int
 
@@ -259,31 +259,32 @@ class _Fit:
         """What to add to `chosen`: tokens are cut into at most so many parts, the second into levels."""
         free, taken, limit = self.free(chosen), set(chosen), self.bounds[self.second] or 1
         room, left = int(free[0]), free[self.second]
-        part = max(-(-room // min(parts, 2 * PLACES // max(levels, 1))), 1)
-        pairs = list(zip(self.columns, free, strict=True))
         weights = self.needs[0] * room / self.bounds[0], self.needs[1] * left / limit
         tokens, second = self.columns[0], self.columns[self.second]
+        rest = list(zip(self.columns[1:], free[1:], strict=True))
+        several = rest if len(rest) > 1 else ()  # of one, the sum takes care
 
         def largest(position: int) -> float:
-            return max((column[position] / left for column, left in pairs[1:] if left > 0), default=0.0)
+            return max((column[position] / left for column, left in rest if left > 0), default=0.0)
 
-        others = [(column, left) for at, (column, left) in enumerate(pairs) if at not in (0, self.second)]
-        added: list[int] = []
-        for cost, most in ((second.__getitem__, left), (largest, 1.0)):
-            levels, by = (levels, levels / most) if most > 0 else (0, 1.0)
+        for cost, most, cut in ((second.__getitem__, left, levels), (largest, 1.0, LEVELS)):
+            cut, by = (cut, min(cut / most, HUGE)) if most > 0 else (0, 1.0)
+            part = max(-(-room // min(parts, 2 * PLACES // max(cut, 1))), 1)
             samples = (
                 (position, min(-(-int(tokens[position]) // part), room // part), math.ceil(cost(position) * by))
                 for position in range(1, min(len(tokens), MOST))
                 if tokens[position] <= room and position not in taken
-                if not others or all(column[position] <= left for column, left in others)
+                if all(column[position] <= left for column, left in several)
             )
             # Of the second, whose units may be few, twice what is needed less may stay free.
-            most_free = int(max(spare[0], 1 / FULL) * self.bounds[0]) // part, math.ceil(2 * spare[1] * limit * by)
-            added = fill_two(samples, room // part, levels, weights=weights, spare=most_free)
+            most_free = (
+                int(max(spare[0], 1 / FULL) * self.bounds[0]) // part,
+                math.ceil(2 * spare[1] * limit * cut / left) if left > 0 else 0,
+            )
+            added = fill_two(samples, room // part, cut, weights=weights, spare=most_free)
             if min(self.free(chosen + added)) >= 0:
-                break
-            levels = LEVELS
-        return added
+                return added
+        return []
 
 
 def _in_parts(length: int, room: int, part: int) -> int:

@@ -24,6 +24,7 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.offline.planner import make_plan
+from energon_packing.packing.model_cost import SQUARES
 from energon_packing.report.stats import stats_report
 from energon_packing.report.stats_samples import samples_of_index
 
@@ -204,7 +205,7 @@ def test_an_older_index_is_read_without_the_limit_and_measured_again_for_it(run_
         older.setattr(measuring, "MOST_PATCHES", {})
         assert measure(asked, run_of()).measured == 4
     (file, *_) = (tmp_path / "index").rglob("*.parquet")
-    assert pq.read_schema(file).names == SCHEMA.names
+    assert pq.read_schema(file).names == [*SCHEMA.names, *SQUARES]
     make_plan([tmp_path / "index"], run_of(max_padded_pixels_per_pack=None), tmp_path / "plan.parquet")
     with pytest.raises(UserError, match="has no heights and widths of images; run 'energon-packing measure' again"):
         make_plan([tmp_path / "index"], run_of(), tmp_path / "other.parquet")
@@ -221,7 +222,7 @@ def test_families_that_do_not_pad_have_neither_the_columns_nor_the_limit(data, t
     )
     measure(MeasureConfig(paths=(path,), out=tmp_path / "index", workers=0), run)
     (file, *_) = (tmp_path / "index").rglob("*.parquet")
-    assert pq.read_schema(file).names == SCHEMA.names
+    assert pq.read_schema(file).names == [*SCHEMA.names, *SQUARES]
     facts = make_plan([tmp_path / "index"], run, tmp_path / "plan.parquet")
     assert not facts.drops
     assert facts.samples == 182

@@ -53,6 +53,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "data.seed": (1, {}, True),
     "data.packs_ahead": (5, {}, False),
     "data.keep_memory": (False, {}, False),
+    "data.order_micro_batches": (True, {}, False),  # nothing without pipeline stages
     "data.storage_patience": (5.0, {}, False),
     "data.accept_changed": (("encoder",), {}, False),
     "data.trust": (True, {}, False),
@@ -118,6 +119,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "parallel.tensor_parallel": (2, {"parallel.sequence_parallel": True}, True),
     "parallel.context_parallel": (2, {}, True),
     "parallel.pipeline_parallel": (2, {}, False),
+    "parallel.virtual_pipeline": (2, {}, False),
+    "parallel.microbatch_group_size_per_vp_stage": (2, {}, False),
     "parallel.expert_parallel": (2, {}, False),
     "parallel.sequence_parallel": (True, {"parallel.tensor_parallel": 2}, True),
     "parallel.eval_context_parallel": (2, {}, True),

@@ -350,7 +350,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a rank reads the packs of the first one",
         test=LOADER + "test_any_number_of_ranks_and_workers_reads_the_same_global_packs[polylithic-2-0]",
         oracle="one rank without workers",
-        edits=(("offline/loader.py", "period = self._position + self._rank,", "period = self._position,"),),
+        edits=(("offline/loader.py", "first = self._position + self._rank - ", "first = self._position - "),),
     ),
     Mutation(
         trap=62,

@@ -346,7 +346,7 @@ def test_without_a_pipeline_any_order_takes_the_same_time_and_the_given_one_stay
         (Layout(2, 2, 1), 4, "is 1: it must lie between the pipeline's 2 ranks and the 4 micro-batches"),
         (Layout(2, 2), 5, "is 2: .* leave none of them over, or at least 2"),
         (Layout(1, 2), 4, "at least 2 ranks"),
-        (Layout(0), 4, "at least 1"),
+        (Layout(0), 4, "sizes are 1 or more"),
     ],
 )
 def test_what_core_refuses_is_refused_with_a_sentence(layout, count, says):

@@ -101,16 +101,6 @@ def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
     return found
 
 
-def first_of_same(samples: Sequence[Sample]) -> list[int]:
-    """For each sample, the position of the first that is the same: that has its key, or its piece's, and data set."""
-    times = Counter(sample.__key__ for sample in samples)
-    if len(times) == len(samples):
-        return [*range(len(samples))]
-    first: dict[tuple[str, str], int] = {}
-    of = [data_of(sample) if times[sample.__key__] > 1 else "" for sample in samples]
-    return [first.setdefault((sample.__key__, of[at]), at) for at, sample in enumerate(samples)]
-
-
 def group_of(sample: Sample) -> str:
     """Returns the group of a sample's data set, see `group_name`."""
     subflavors = sample.__subflavors__

@@ -46,7 +46,6 @@ from energon_packing.energon.samples import (
     RenderedSample,
     by_group,
     data_of,
-    first_of_same,
     read_media,
 )
 from energon_packing.energon.states import settings_of
@@ -57,7 +56,7 @@ from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
+from energon_packing.packing.whole_list import pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
 
@@ -258,7 +257,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Selects the next pack from the window by ``packing.policy``, within all limits of a pack.
 
         It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
-        others, and fill their packs as well. Of what the window holds more than once, it is offered the first only.
+        others, and fill their packs as well.
 
         Args:
             samples: held by the window, oldest first; all are measured.
@@ -268,8 +267,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             Ascending positions of samples of one group (`by_group`), its oldest among them.
         """
         units = self._units(samples)
-        group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
-        held = [group[at] for at in sorted(set(first_of_same([samples[at] for at in group])))]
+        held = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
         chosen = next_pack(
             self.packing.policy,
             [units[at] for at in held],
@@ -513,16 +511,15 @@ class PackingTaskEncoder(WindowTaskEncoder):
         good = [(sample, sample.measured) for sample in samples if sample.measured is not None]
         packs = []
         for held in by_group([sample for sample, _ in good]).values():
-            for part in dealt(np.array(first_of_same([good[at][0] for at in held]))):
-                own = [good[held[at]] for at in part]
-                measured = [each for _, each in own]
-                units, room = np.array([self.limits.length_units(each) for each in measured]), self.limits.units
-                costs, padding = self.limits.costs(measured), self.limits.padding(measured)
-                pairs = {name: (costs[name], limit) for name, limit in self.limits.limited.items()}
-                groups = pack_lengths_flat(units, room, "best_fit", constraints=pairs)
-                for group in within_padding(groups, units, room, Constraints.from_pairs(pairs, units.size), padding):
-                    order = visible_order([measured[at].segment_lengths for at in group], self.multiple)
-                    packs.append([own[group[at]][0] for at in order])
+            own = [good[at] for at in held]
+            measured = [each for _, each in own]
+            units, room = np.array([self.limits.length_units(each) for each in measured]), self.limits.units
+            costs, padding = self.limits.costs(measured), self.limits.padding(measured)
+            pairs = {name: (costs[name], limit) for name, limit in self.limits.limited.items()}
+            groups = pack_lengths_flat(units, room, "best_fit", constraints=pairs)
+            for group in within_padding(groups, units, room, Constraints.from_pairs(pairs, units.size), padding):
+                order = visible_order([measured[at].segment_lengths for at in group], self.multiple)
+                packs.append([own[group[at]][0] for at in order])
         return packs
 
     def arrange(self, samples: Sequence[RenderedSample]) -> list[int]:

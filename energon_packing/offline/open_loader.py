@@ -204,23 +204,6 @@ def packs_of_steps(steps: int, samples: int, ranks: int) -> int:
     return max(steps, 0) * (samples // ranks) * ranks
 
 
-def _finite(build: Callable[[bool], Any]) -> tuple[Any, bool]:
-    """What is opened if it is told that no data set repeats, and what it was told: a blend with weights always does."""
-    try:
-        return build(False), False
-    except UserError as error:
-        if "dataset weights" not in str(error.__cause__):  # of which Energon makes no finite data set
-            raise
-    return build(True), True
-
-
-def open_pass(config: AnyRun, *, must_end: bool = False, **arguments: Any) -> LoaderBase:
-    """`open_loader` of one pass of the data, also where a run repeats them; of a blend with weights, which has no end,
-    of its mix. Raises as `open_loader`; UserError: it `must_end`, and is such a blend."""
-    data = [replace(config, data=replace(config.data, repeat=repeat)) for repeat in (False, not must_end)]
-    return _finite(lambda repeat: open_loader(data[repeat], **arguments))[0]
-
-
 class EvaluationPacks(PositionedPacks):
     """The packs of an evaluation.
 
@@ -242,7 +225,14 @@ class EvaluationPacks(PositionedPacks):
         self, build: Callable[[bool], Any], encoder: Any, *, most: int, places: list[list[Any]], rank: int = 0
     ) -> None:
         super().__init__(encoder, rank=rank)
-        dataset, repeat = _finite(build)
+        repeat = False
+        try:
+            dataset = build(repeat)
+        except UserError as error:
+            if "dataset weights" not in str(error.__cause__):  # of which Energon makes no finite data set
+                raise
+            repeat = True
+            dataset = build(repeat)
         self._places = places
         if not places:
             with _active(dataset.worker_config):

@@ -31,16 +31,12 @@ from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
-from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
+from energon_packing.packing.whole_list import pack_lengths_flat, within_padding
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import AnyRun, kind_of_config
-
-FEW, SLIDING = 100, 256
-"""Packs per part below which the last ones of the parts, half full, are too many: a window of so many fills better."""
 
 
 def policy_of(packing: Any) -> str:
@@ -48,29 +44,20 @@ def policy_of(packing: Any) -> str:
     return "best_fit" if packing.policy == "window" else packing.policy
 
 
-def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun, numbers: np.ndarray) -> tuple[PackGroups, int]:
-    """Packs samples that fit alone, no number (``[N]``, of each) twice in a pack, those of a pack in the order in which
-    they are given; and how many packs no packer can do without."""
+def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun) -> tuple[PackGroups, int]:
+    """Packs samples that fit alone, those of a pack in the order in which they are given; and how many packs no packer
+    can do without."""
     policy, window, seed = policy_of(config.packing), config.packing.window, config.plan.seed
     units = limits.length_units(sizes)  # of alignment
     constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
-    parts, padding = dealt(numbers), limits.padding([sizes])
-    if len(parts) > 1:
-        made = [packs_of(sizes.take(part), limits, config, numbers[part])[0] for part in parts]
-        flat = np.concatenate([part[packs.order] for part, packs in zip(parts, made, strict=True)])
-        packs = PackGroups(flat, np.cumsum([0, *np.concatenate([np.diff(packs.offsets) for packs in made])]))
-        if policy == "best_fit" and len(packs) < FEW * len(parts):
-            others = [*sliding_packs(numbers, units, limits.units, constraints, window=SLIDING, padding=padding)]
-            packs = min(packs, PackGroups(np.concatenate(others), np.cumsum([0, *map(len, others)])), key=len)
-        check_groups(packs, units, limits.units, constraints)
-    elif constraints and policy == "best_fit":
+    if constraints and policy == "best_fit":
         packs = pack_limited(units, limits.units, constraints)
         check_groups(packs, units, limits.units, constraints)
     else:
         pairs = {name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()}
         packs = pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
-    bound = max(lower_bound(units, limits.units, constraints), len(parts))
-    if padding:
+    bound = lower_bound(units, limits.units, constraints)
+    if padding := limits.padding([sizes]):
         packs = within_padding(packs, units, limits.units, constraints, padding, policy=policy)
         bound = max(bound, -(-int(padding[0].prod(axis=0).sum()) // padding[1]))
     return packs, bound
@@ -169,7 +156,7 @@ def _packed_epoch(
         drawn = blend.epoch(epoch, group)
         if drawn.size == 0:
             continue
-        packs, least = packs_of(samples.sizes.take(drawn), limits, config, drawn)
+        packs, least = packs_of(samples.sizes.take(drawn), limits, config)
         rows.append(drawn[packs.order])
         counts.append(np.diff(packs.offsets))
         bound += least

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.packing.constraints import Constraints, Padded
+from energon_packing.packing.constraints import Padded
 from energon_packing.packing.policies import POLICIES, Costs, Limits, Number
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
@@ -56,33 +56,6 @@ def next_pack(
     pairs = {name: ((costs or {})[name], limit) for name, limit in (limits or {}).items()}
     groups = pack_lengths(lengths, capacity, policy, constraints=pairs, window=max(len(lengths), 1))
     return sorted(next(group for group in groups if 0 in group).tolist())
-
-
-def sliding_packs(
-    numbers: np.ndarray,
-    lengths: np.ndarray,
-    capacity: int,
-    constraints: Constraints,
-    *,
-    window: int,
-    policy: str = "window",
-    padding: Padded | None = None,
-    steady: bool = False,
-) -> Iterator[np.ndarray]:
-    """Packs of a list as a sliding window makes them, ascending: no number (``[N]``, of each sample) twice in a pack.
-    If `steady`, those made before the list has ended. Other arguments as for `next_pack`."""
-    held, next_one = np.arange(0), 0
-    while True:
-        stop = min(next_one + window - held.size, len(numbers))
-        held, next_one = np.append(held, np.arange(next_one, stop)), stop
-        if not held.size or (steady and held.size < window):
-            return
-        offered = held[np.sort(np.unique(numbers[held], return_index=True)[1])]
-        own, costs = lengths[offered].tolist(), {name: it[offered].tolist() for name, it in constraints.costs.items()}
-        shapes = padding and (padding[0][:, offered], padding[1])
-        chosen = next_pack(policy, own, capacity, costs, constraints.limits, ended=held.size < window, padding=shapes)
-        yield offered[chosen]
-        held = np.setdiff1d(held, offered[chosen], assume_unique=True)
 
 
 def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:

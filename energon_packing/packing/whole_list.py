@@ -9,7 +9,7 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Constraints, Padded
-from energon_packing.packing.partition import PackGroups, check_groups, flatten, stable_order
+from energon_packing.packing.partition import PackGroups, check_groups, flatten
 from energon_packing.packing.policies import Policy, get_policy
 from energon_packing.packing.policies.best_fit import pack_limited
 
@@ -84,13 +84,6 @@ def pack_lengths_flat(
         flat, starts = flatten(groups)
         groups = PackGroups(flat, np.append(starts, flat.size))
     return groups if kept is None else PackGroups(kept[groups.order], groups.offsets)
-
-
-def dealt(numbers: np.ndarray) -> list[np.ndarray]:
-    """Positions of samples ``[N]``, in as few parts of equal size as there can be, none with one of `numbers` twice."""
-    parts = int(np.bincount(numbers).max(initial=1))
-    order = stable_order(numbers) if parts > 1 else np.arange(numbers.size)  # equal ones are neighbours
-    return [np.sort(order[part::parts]) for part in range(parts)]
 
 
 def within_padding(

@@ -1,5 +1,6 @@
 """Packs for people and programs: which ones to show, and what each holds: segments, text, media, boundaries."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.explain import explanation
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.loader import PlannedLoader
-from energon_packing.offline.open_loader import open_pass
+from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan
 from energon_packing.report.sample_story import source_key
@@ -72,7 +73,9 @@ def wanted_packs(
     """The wanted packs, each with the source of every segment (shard and place); empty where it is unknown."""
     config = without_ledger(config)
     path = config.data.path
-    loader = open_pass(config, must_end=wanted.key is not None, task_encoder=encoder)
+    if wanted.key is not None:  # the search ends with the epoch
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
+    loader = open_loader(config, task_encoder=encoder)
     loader.tell = tell
     packs = (
         _planned(Plan.open(path), loader, wanted)

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 import os.path
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
 from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import step_efficiency
-from energon_packing.packing.constraints import Constraints, Size
-from energon_packing.packing.online import sliding_packs
+from energon_packing.packing.constraints import Size
+from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
 from energon_packing.sample_kind import kind_of_config
@@ -522,7 +522,7 @@ class _Dealt:
         mix = np.full(1, float(samples.total)) if samples.mix is None else samples.mix
         of = dataset if samples.mix is not None else np.zeros_like(dataset)
         self.share = (mix / np.maximum(np.bincount(of, minlength=mix.size), 1))[of]
-        self.epoch, self.whole = float(mix.sum()), samples.whole
+        self.epoch = float(mix.sum())
         self.alike = bool(np.ptp(self.share) < 1e-9 * self.share.max())
         self.tokens = float(np.bincount(kept.source, self.tokens_of, measured) @ self.share)
         self.drawn = max(1, min(measured, int(STREAM * measured / max(len(kept), measured))))
@@ -559,7 +559,7 @@ class _Dealt:
                 least = max(tokens.size, STREAM // 4) + passing + window - held.size
                 stream = np.append(held, self._stream(random, drawn, least))
             sizes = self.kept.sizes.take(stream)
-            packs = [*self._packs(stream, window, steady=True)]
+            packs = [*self._packs(sizes, window, steady=True)]
             held = np.delete(stream, np.concatenate(packs)) if packs else held
             if window:
                 ends = np.cumsum([len(pack) for pack in packs])
@@ -580,19 +580,36 @@ class _Dealt:
         random = np.random.default_rng([*seed, 1])
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
         drawn = random.choice(self.share.size, own, bool(np.count_nonzero(self.share) < own), self.share)
-        stream = self._stream(random, drawn, 1)
-        return len([*self._packs(stream, window, steady=False)]) - float(self.tokens_of[stream].sum()) / room
+        sizes = self.kept.sizes.take(self._stream(random, drawn, 1))
+        packs = len([*self._packs(sizes, window, steady=False)]) if len(sizes) else 0
+        return packs - float(sizes.tokens.sum()) / room
 
-    def _packs(self, stream: np.ndarray, window: int | None, *, steady: bool) -> Iterable[np.ndarray]:
+    def _packs(self, sizes: Sizes, window: int | None, *, steady: bool) -> Iterator[np.ndarray]:
         """Packs of a stream in turn; if `steady`, those made before it has ended."""
-        limits, packing, sizes = self.limits, self.run.packing, self.kept.sizes.take(stream)
-        numbers = stream if self.whole else np.arange(stream.size)  # of a part, what comes again stands for others
+        limits, packing = self.limits, self.run.packing
         units: Any = limits.length_units(sizes)
-        limited = Constraints(costs=costs(limits, sizes), limits=limits.limited)
+        columns = costs(limits, sizes)
         if window is None:
-            pairs = {name: (cost, limits.limited[name]) for name, cost in limited.costs.items()}
-            return pack_lengths_flat(units, limits.units, "best_fit", constraints=pairs)
-        return sliding_packs(numbers, units, limits.units, limited, window=window, policy=packing.policy, steady=steady)
+            pairs = {name: (cost, limits.limited[name]) for name, cost in columns.items()}
+            yield from pack_lengths_flat(units, limits.units, "best_fit", constraints=pairs)
+            return
+        held, next_one = np.arange(0), 0
+        while True:
+            stop = min(next_one + window - held.size, len(sizes))
+            held, next_one = np.append(held, np.arange(next_one, stop)), stop
+            ended = held.size < window
+            if not held.size or (ended and steady):
+                return
+            chosen = next_pack(
+                packing.policy,
+                units[held].tolist(),
+                limits.units,
+                {name: cost[held].tolist() for name, cost in columns.items()},
+                limits.limited,
+                ended=ended,
+            )
+            yield held[chosen]
+            held = np.delete(held, chosen)
 
 
 def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:

@@ -60,12 +60,12 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
 def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
     """Builds real packs of a text-to-video data set, plan or packed directory, and shows each clip. Raises UserError:
     the configuration or the data set cannot be used."""
-    from energon_packing.offline.open_loader import open_pass
+    from energon_packing.offline.open_loader import open_loader
 
     config = load_text_to_video_config(config_path, (*overrides, "data.storage_patience=0"))  # somebody waits for it
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
     width = config.packing.seq_length
-    loader = open_pass(without_ledger(config))
+    loader = open_loader(without_ledger(config))
     views = [describe_clips(pack, seq_length=width) for pack in itertools.islice(loader, packs)]
 
     def show(_: Any) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from collections import Counter
 
 import pytest
 from made_data import chat, converted, metadataset
@@ -218,70 +217,3 @@ def test_limits_above_a_packs_are_lowered_with_one_warning_a_data_set(blend_limi
 def test_limits_that_cannot_work_stop_the_run_with_the_data_sets_name(blend_limits, limits, message):
     with pytest.raises(ConfigError, match=message):
         some(blend_limits(limits, workers=1))
-
-
-def few(folder, count, letter="a", words=lambda number: 1 + 7 * number % 23):
-    return converted(
-        folder, (chat("Say it", f"{letter} {at}. " * words(at), id=f"{letter}-{at}") for at in range(count))
-    )
-
-
-def places(pack):
-    """Of each sample the shard and place that Energon read it from, and its piece."""
-    pieces = (key.partition("#")[2] for key in pack.keys)
-    sources = ((str(it.dataset_path), it.shard_name, it.index) for it in pack.__sources__)
-    return [*zip(sources, pieces, strict=True)]
-
-
-def alone_in(packs):
-    """How often each place is in packs, of which none has one twice."""
-    assert all(len(set(places(pack))) == len(pack.keys) for pack in packs)
-    return Counter(place for pack in packs for place in places(pack))
-
-
-@pytest.mark.parametrize("buffer", [None, 40])
-@pytest.mark.parametrize("window", [16, 64])
-@pytest.mark.parametrize("count", [2, 5, 30])
-def test_no_pack_has_a_sample_twice_also_of_a_data_set_smaller_than_the_window(
-    tmp_path, run_config, count, window, buffer
-):
-    data = {"path": str(few(tmp_path, count)), "repeat": True}
-    config = run_config(data=data, seq_length=1024, window=window)
-    times = alone_in(first(build_loader(config, packing_buffer_size=buffer), 40))
-    assert len(times) == count
-    assert max(times.values()) - min(times.values()) <= (buffer or window), "no sample waits for longer"
-
-
-def test_a_small_part_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples(
-    tmp_path, run_config, continues
-):
-    parts = [few(tmp_path / "few", 5), few(tmp_path / "more", 60)]
-    entries = [{"weight": 3 - 2 * at, "path": str(dataset_entry(str(part)))} for at, part in enumerate(parts)]
-    data = {"path": metadataset(tmp_path / "blend.yaml", {"blend": entries}), "repeat": True}
-    config = run_config(data=data, seq_length=1024, window=48, drop_budget=1.0, balance_window=3)
-    packs = first(build_loader(config), 60)
-    times = alone_in(packs)
-    assert len(times) > 60
-    assert any(len(set(pack.keys)) < len(pack.keys) for pack in packs), "a-0 of both may share a pack"
-    continues(lambda: build_loader(config), packs=14, at=[6])
-
-
-def test_pieces_of_a_sample_share_a_pack_and_none_is_there_twice(tmp_path, run_config):
-    data = {"path": str(few(tmp_path, 3, words=lambda at: 60 * (1 + 2 * at))), "repeat": True}
-    config = run_config(data=data, seq_length=256, window=24, oversize="split", drop_budget=1.0)
-    packs = first(build_loader(config), 60)
-    assert {piece for _, piece in alone_in(packs)} > {"0", "1"}
-
-
-def test_copies_in_the_window_count_for_their_group_and_leave_room_for_the_others(blend, tmp_path, run_config):
-    parts = [few(tmp_path / "few", 2), few(tmp_path / "more", 60, "b")]
-    entries = [
-        {"weight": 3 - 2 * at, "path": str(dataset_entry(str(part))), "subflavors": {"group": "ab"[at]}}
-        for at, part in enumerate(parts)
-    ]
-    data = {"path": metadataset(tmp_path / "blend.yaml", {"blend": entries}), "repeat": True}
-    packs = first(build_loader(run_config(data=data, seq_length=1024, window=64)), 150)
-    alone_in(packs)
-    fill = [pack.batch.real_tokens / 1024 for pack in packs if pack.keys[0][0] == "b"]
-    assert len(fill) > 2
-    assert sum(fill) / len(fill) > 0.9, "a window full of copies of two samples would leave no choice"

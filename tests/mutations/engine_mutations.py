@@ -9,11 +9,9 @@ ENGINE_TRAPS = {
     201: "choosing packs under limits takes longer the longer the rows are, until it holds a training step back",
     248: "easy packs are made first under two limits, and what is scarce is left for packs that waste it",
     202: "the images of a pack take more memory with their padding than any limit counts",
-    246: "a sample of a small data set fills a pack with copies of itself",
 }
 
 BALANCE = "tests/packing/test_balance.py::"
-BLENDS = "tests/energon/test_blends.py::"
 POLICIES = "tests/packing/test_policies.py::"
 LONG_ROWS = (
     "tests/packing/test_window.py::"
@@ -24,39 +22,6 @@ PADDED = "tests/energon/test_padded_pixels.py::"
 EXECUTORS = "tests/executors/test_executors.py::"
 
 ENGINE_MUTATIONS: tuple[Mutation, ...] = (
-    Mutation(
-        trap=246,
-        name="a policy is offered every copy that the window holds",
-        test=BLENDS + "test_no_pack_has_a_sample_twice_also_of_a_data_set_smaller_than_the_window[2-16-None]",
-        oracle="the places that Energon names",
-        edits=(
-            (
-                "energon/task_encoder.py",
-                "sorted(set(first_of_same([samples[at] for at in group])))",
-                "range(len(group))",
-            ),
-        ),
-    ),
-    Mutation(
-        trap=246,
-        name="a disjoint buffer is packed with its copies",
-        test=BLENDS + "test_no_pack_has_a_sample_twice_also_of_a_data_set_smaller_than_the_window[5-16-40]",
-        oracle="the places that Energon names",
-        edits=(
-            (
-                "energon/task_encoder.py",
-                "dealt(np.array(first_of_same([good[at][0] for at in held])))",
-                "[np.arange(len(held))]",
-            ),
-        ),
-    ),
-    Mutation(
-        trap=246,
-        name="equal keys of two data sets are one sample",
-        test=BLENDS + "test_a_small_part_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples",
-        oracle="the places that Energon names",
-        edits=(("energon/samples.py", "data_of(sample) if times[sample.__key__] > 1 else", '"" and'),),
-    ),
     Mutation(
         trap=103,
         name="costs ascend in every block, none descends",

@@ -41,7 +41,6 @@ OFFLINE_TRAPS = {
     222: "each of a thousand `pack` commands reads what others have packed, or all of the plan",
     221: "what `measure` and `plan` send to workers, or look up, grows with the shards of all, or with who works",
     220: "the steps of a plan are uneven where an epoch has fewer packs than `max_data_parallel`, or in what is left",
-    247: "a sample that an epoch has several times meets itself in a planned pack",
     92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
     215: "a run reads packs that hold more than its own limits allow",
     217: "an index or a plan that another command replaced is taken for the one that was opened",
@@ -51,22 +50,6 @@ OFFLINE_TRAPS = {
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
-    Mutation(
-        trap=247,
-        name="what is drawn several times is packed with its copies",
-        test=SHARES + "test_no_planned_pack_has_a_sample_twice_however_often_it_is_drawn[limits1-plan1]",
-        oracle="the rows of the plan",
-        edits=(
-            ("offline/planner.py", "parts, padding = dealt(numbers),", "parts, padding = [np.arange(len(sizes))],"),
-        ),
-    ),
-    Mutation(
-        trap=247,
-        name="the window of a plan is offered every copy",
-        test=SHARES + "test_no_planned_pack_has_a_sample_twice_however_often_it_is_drawn[limits1-plan1]",
-        oracle="the rows of the plan",
-        edits=(("packing/online.py", "held[np.sort(np.unique(numbers[held], return_index=True)[1])]", "held"),),
-    ),
     Mutation(
         trap=223,
         name="the row groups of a plan are as large as they may be",

@@ -304,7 +304,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         name="a half-empty last row counts as the fill of a run that repeats",
         test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
         oracle="rows of two halves",
-        edits=(("packing/online.py", "if not held.size or (steady and held.size < window):", "if not held.size:"),),
+        edits=(("report/stats.py", "if not held.size or (ended and steady):", "if not held.size:"),),
     ),
     Mutation(
         trap=226,

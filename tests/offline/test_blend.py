@@ -285,35 +285,6 @@ def test_the_rest_of_an_online_run_with_which_a_plan_begins_comes_once(index: Pa
     assert passes.end(packs) == 2 * packs - rest
 
 
-@pytest.mark.parametrize(
-    ("limits", "plan"),
-    [
-        ({}, {"datasets": {"few": {"weight": 3, "epochs": 9}, "many": {"weight": 1}}, "epochs": 2}),
-        ({}, {"datasets": {"few": {"epochs": 40}}}),
-        ({"max_images_per_pack": 5}, {"datasets": {"few": {"epochs": 9}}}),
-        ({"policy": "next_fit"}, {"datasets": {"few": {"epochs": 9}, "many": {"epochs": 1.5}}}),
-    ],
-)
-def test_no_planned_pack_has_a_sample_twice_however_often_it_is_drawn(
-    tmp_path: Path, limits: dict[str, Any], plan: dict[str, Any]
-) -> None:
-    rows = {"few": [drawn_rows(20, most=200)], "many": [drawn_rows(700, seed=1)]}
-    values = {"packing": {"seq_length": 1024, **limits}, "plan": {"max_data_parallel": 1, **plan}}
-    facts = make_plan(
-        [made_index(tmp_path / "index", rows)],
-        from_mapping(RunConfig, values, where="the test"),
-        tmp_path / "p.parquet",
-    )
-    packs = Plan.open(tmp_path / "p.parquet").packs(0, facts.packs)
-    for pack in packs:
-        held = [(sample.dataset, sample.row) for sample in pack.samples]
-        assert len(set(held)) == len(held)
-    most = max(counts(packs, 0).values())
-    assert most > facts.config["plan"]["epochs"], "the small data set is drawn several times"
-    if not limits:
-        assert facts.summary["of_bound"] > 0.9
-
-
 def test_no_epochs_leave_a_data_set_out(index: Path, tmp_path: Path) -> None:
     (packs,) = epochs(index, tmp_path, datasets={"a": {"epochs": 0}})
     assert not counts(packs, 0)

@@ -23,10 +23,9 @@ from energon_packing.packing import (
     policy_names,
 )
 from energon_packing.packing.constraints import Constraints, PackLimits
-from energon_packing.packing.online import next_pack, sliding_packs
+from energon_packing.packing.online import next_pack
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.policies.window import fill_exactly, fill_two
-from energon_packing.packing.whole_list import dealt
 
 MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "50")), deadline=None)
 
@@ -317,20 +316,3 @@ def _slide(policy: str, samples: list[_Sample], limits: PackLimits, window: int)
             assert waited[index] < window
     assert sorted(map(id, samples)) == sorted(id(sample) for pack in packs for sample in pack)
     return packs
-
-
-@given(problem=limited_problems(), data=st.data())
-@MANY
-def test_no_sample_that_comes_several_times_meets_itself_in_a_pack(problem, data) -> None:  # type: ignore[no-untyped-def]
-    lengths, capacity, window, pairs = problem
-    size = st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths))
-    numbers = np.array(data.draw(size), dtype=np.int64)
-    limits = Constraints.from_pairs(pairs, len(lengths))
-    packs = [*sliding_packs(numbers, np.array(lengths, dtype=np.int64), capacity, limits, window=window)]
-    assert_packs_are_right(packs, lengths, capacity, pairs)
-    parts = dealt(numbers)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    for held in (*packs, *parts):
-        assert len(set(numbers[held].tolist())) == len(held)
-        assert held.tolist() == sorted(held.tolist())

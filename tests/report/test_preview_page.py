@@ -183,13 +183,6 @@ def test_a_sample_is_found_by_its_pieces_and_answers_and_not_by_what_its_key_beg
     assert (Wanted(packs=1, key="a").holds(pack), Wanted(packs=1, key=key).holds(pack)) == (holds, True)
 
 
-def test_one_pass_of_the_data_is_shown_and_no_sample_of_it_again(dataset):
-    packs = json.loads(preview(dataset, "--packs", 500, "--text-width", 0, "--json").stdout)["packs"]
-    keys = [segment["key"] for pack in packs for segment in pack["segments"] if segment["key"]]
-    assert 0 < len(packs) < 500
-    assert len(set(keys)) == len(keys)
-
-
 def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_path):
     file = tmp_path / "packs.html"
     done = preview(dataset, "--html", file, "--packs", 2, "--set", f"packing.ledger={tmp_path / 'ledger'}")

@@ -239,6 +239,7 @@ def _unfit(packs: _Packs, bounds: np.ndarray, *, company: bool) -> np.ndarray:
     if placed.all() and not over.any():
         return np.zeros(0, dtype=np.int64)
     if company:
+        bounds = np.maximum(bounds, 1)  # of a limit of 0, all need none
         good = np.flatnonzero(~over)
         most = max(1, good.size // MOST)
         homeless = float((packs.columns[~placed] / bounds).max(axis=1, initial=0).sum())  # in packs

@@ -131,12 +131,14 @@ def fill_two(
             break
     room_weight, unit_weight = weights[0] / max(room, 1), weights[1] / max(unit_room, 1)
     best, level, left = (math.inf, math.inf), unit_room, room
-    for unit in range(unit_room + 1):
-        if own := reach >> unit * stride & (1 << room + 1) - 1:
-            least = _least_left(own)
-            beyond = max(least - spare[0], 0) * room_weight + max(unit - spare[1], 0) * unit_weight
-            if (waste := (beyond, least * room_weight + unit * unit_weight)) < best:
-                best, level, left = waste, unit, least
+    unit, rest = 0, reach
+    while rest and max(unit - spare[1], 0) * unit_weight <= best[0]:
+        levels, least = divmod(_least_left(rest), stride)
+        unit, rest = unit + levels, rest >> levels * stride
+        beyond = max(least - spare[0], 0) * room_weight + max(unit - spare[1], 0) * unit_weight
+        if (waste := (beyond, least * room_weight + unit * unit_weight)) < best:
+            best, level, left = waste, unit, least
+        unit, rest = unit + 1, rest >> stride
     chosen: list[int] = []
     taken = len(offered)
     while left < room or level < unit_room:

@@ -43,18 +43,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from energon_packing import drops
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drops import (
-    CRASH,
-    QUARANTINED,
-    RECENT,
-    TIMEOUT,
-    WISHED,
-    DroppedSample,
-    FrequentDrops,
-    Shares,
-    unwished,
-)
+from energon_packing.drops import RECENT, WISHED, DroppedSample, Shares, unwished
 from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines
 
@@ -124,7 +115,7 @@ class Ledger:
         self._pending: list[DroppedSample] = []
         self._last: DroppedSample | None = None
         self._new: Counter[tuple[str, str]] = Counter()  # read since the last pack, by data set and modality
-        self._frequent = FrequentDrops()
+        self._frequent = drops.FrequentDrops()
         self._run = run
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
@@ -193,7 +184,7 @@ class Ledger:
         """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
         for `drop`."""
         if (cause := self._causes.get((data, key))) is not None:
-            self.drop(key, QUARANTINED, cause, data=data, modality=modality)
+            self.drop(key, drops.QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
 
     def drop(self, key: str, reason: str, detail: str, *, data: str = "", modality: str = "") -> None:
@@ -207,7 +198,7 @@ class Ledger:
         self.reasons[reason] += 1
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
-        if reason in (TIMEOUT, CRASH):
+        if reason in (drops.TIMEOUT, drops.CRASH):
             self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail)
         self.check_budget()
         if len(self._pending) >= self.most_pending:

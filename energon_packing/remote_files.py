@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from energon_packing.errors import ConfigError, UserError, read_again
+from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20
 """Read at once."""
@@ -90,11 +90,9 @@ def private_directory() -> Path:
     """A directory for copies, of this user alone, below the one for temporary files. Raises `UserError`: it is somebody
     else's, or cannot be made."""
     private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
-    try:
+    with said_of_system(f"{private} cannot be written", "; point TMPDIR elsewhere"):
         private.mkdir(mode=0o700, exist_ok=True)
         owner = private.lstat()
-    except OSError as error:
-        raise UserError(f"{private} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
     if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o077:
         raise UserError(f"{private} is not a directory of yours alone; remove it, or point TMPDIR elsewhere")
     return private
@@ -262,7 +260,7 @@ def describe(address: str, directory: Path) -> Path:
     """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
     what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
     cannot be read."""
-    try:
+    with said_of_system(f"{address} cannot be read"):
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address
         files = listed(root)
@@ -280,6 +278,4 @@ def describe(address: str, directory: Path) -> Path:
                 copy.symlink_to(index_file(Path(f"{root}/{path.parent.parent}")))
             else:
                 copy.write_bytes(b"" if path.suffix in _SHARDS else read(f"{root}/{name}"))
-    except OSError as error:
-        raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
     return directory / address.rpartition("/")[2] if in_file else directory

@@ -73,7 +73,7 @@ from energon_packing.convert.workspace import (
     store_data_set,
     workspace,
 )
-from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines
+from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines, said_of_system
 from energon_packing.executors.work import Progress, in_order
 from energon_packing.remote_files import remote_address, shown, status, without_secrets
 
@@ -375,11 +375,9 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
 
 def _check_media_root(root: Path) -> None:
     address = remote_address(root)
-    try:
+    with said_of_system(f"--media-root {address} cannot be read"):
         # Of an empty directory a store knows nothing, but it must answer.
         wrong = not root.is_dir() if address is None else status(address) is not None
-    except OSError as error:
-        raise UserError(f"--media-root {address} cannot be read: {error.strerror or error}") from error
     if wrong:
         raise UserError(f"--media-root {shown(root)} is not a directory")
 

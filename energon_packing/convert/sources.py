@@ -38,7 +38,7 @@ from energon_packing.convert.json_text import DigestingReader, iterate_array, pa
 from energon_packing.convert.reader import read_yielded
 from energon_packing.convert.tables import find_cells, find_rows, read_cells, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
-from energon_packing.errors import FULL, SampleRejected, UserError
+from energon_packing.errors import FULL, SampleRejected, UserError, said_of_system
 from energon_packing.remote_files import file_digest
 
 _BOM = b"\xef\xbb\xbf"
@@ -276,7 +276,7 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str
         where = source.name if chunk.form in LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
-    try:
+    with said_of_system(f"{source.path} cannot be read"):
         if (read := _READ.get(chunk.form)) is not None:
             yield from read(chunk, max_record_bytes=max_record_bytes)
             return
@@ -289,8 +289,6 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str
                 yield from read_cells(chunk, stream, max_record_bytes, columns)
                 return
             text = stream.read(chunk.end - chunk.start)
-    except OSError as error:
-        raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
     if chunk.form == "object":
         yield _parsed(chunk, 0, text)
         return

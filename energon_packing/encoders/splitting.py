@@ -68,11 +68,9 @@ def split(
         fitting = bisect_left(ends, True, first, key=lambda end: not fits(*sizes.between(start, end)))
         if fitting == first:
             tokens, images, patches, *_ = sizes.between(start, ends[first])
-            raise SampleRejected(
-                "oversize",
-                f"{measured.length} tokens cannot be split: one part that must stay whole has {tokens} tokens, "
-                f"{images} images and {patches} patches, more than a pack holds",
-            )
+            part = f"{tokens} tokens, {images} images and {patches} patches, more than a pack holds"
+            why = f"cannot be split: one part that must stay whole has {part}"
+            raise SampleRejected("oversize", f"{measured.length} tokens {why}")
         end = ends[fitting - 1]
         if at == "turn" and end < ends[-1]:
             end = last_turn(start, end) or end

@@ -158,16 +158,13 @@ class SpecialTexts:
             if (match := self._pattern.search(text)) is None:
                 return text
             if self._choice == "refuse":
-                raise SampleRejected(
-                    "special_token",
-                    f"a text, tool call or tool definition holds {match[0]!r}, a special token of the tokenizer; "
-                    "encoder.special_tokens_in_text: text trains it as ordinary text",
-                )
+                found_in = f"a text, tool call or tool definition holds {match[0]!r}, a special token of the tokenizer"
+                fix = "encoder.special_tokens_in_text: text trains it as ordinary text"
+                raise SampleRejected("special_token", f"{found_in}; {fix}")
             found.append(match[0])
             if self._stand_in.search(text):
-                raise SampleRejected(
-                    "bad_text", f"a text holds {match[0]!r} and Tangut characters, which stand for special tokens"
-                )
+                detail = f"a text holds {match[0]!r} and Tangut characters, which stand for special tokens"
+                raise SampleRejected("bad_text", detail)
             return self.exchanged(text)
 
         def of(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -206,10 +203,8 @@ class SpecialTexts:
         return tokenized
 
     def _check(self, name: str, special: Mapping[str, int]) -> None:
-        own, text = (
-            self._ids.take(self._copy(held, add_special_tokens=False).ids).tolist()
-            for held in (self._other[name], name)
-        )
+        tokens = (self._copy(held, add_special_tokens=False).ids for held in (self._other[name], name))
+        own, text = (self._ids.take(ids).tolist() for ids in tokens)
         if own != [special[name]] or not set(text).isdisjoint(special.values()):
             raise _no_text(f"its vocabulary holds {name!r} as a word")
 
@@ -406,9 +401,8 @@ class Placeholders:
         found = [self._kinds[(match.lastindex or 1) - 1] for match in matches]
         expected = [plan.kind for plan in plans]
         if found != expected:
-            raise SampleRejected(
-                "placeholder_mismatch", f"the chat template writes media {found}, but the conversation has {expected}"
-            )
+            detail = f"the chat template writes media {found}, but the conversation has {expected}"
+            raise SampleRejected("placeholder_mismatch", detail)
         parts: list[str] = []
         media: list[tuple[int, int]] = []
         ends, shifts = [], [0]

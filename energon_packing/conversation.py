@@ -447,8 +447,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
             _RECORD.check_keys(part, {"media"}, f"a part of {where}")
             _RECORD.check_number(part.get("media"), f"a media index of {where}", whole=True, above_zero=False)
             read.append(MediaPart(index=part["media"]))
-    weight = turn.get("loss_weight")
-    if weight is not None:
+    if (weight := turn.get("loss_weight")) is not None:
         _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
     call, thinking = turn.get("tool_call_id"), turn.get("thinking")
     for name, value in (("tool_call_id", call), ("thinking", thinking)):

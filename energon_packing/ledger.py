@@ -134,7 +134,6 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Number of samples dropped so far."""
         return sum(self.reasons.values())
 
     def join(self, shares: Shares, worker: int = 0, workers: int = 1) -> None:
@@ -204,11 +203,10 @@ class Ledger:
         if len(self._pending) >= self.most_pending:
             ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
             last = next(entry for entry in reversed(self._pending) if entry.reason == common)
-            raise NothingToPack(
-                f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
-                f"{common} (the last one is {last.key}: {last.detail}). Fix the data or the limits, or raise "
-                f"max_drops_without_pack={self.most_pending}."
-            )
+            fix = f"Fix the data or the limits, or raise max_drops_without_pack={self.most_pending}."
+            as_what = f"{count} of them as {common} (the last one is {last.key}: {last.detail})"
+            without = f"{len(self._pending)} samples were dropped without a single pack between them"
+            raise NothingToPack(f"{without}, {as_what}. {fix}")
 
     def check_budget(self) -> None:
         """Asked by each `drop`, and by whoever knows that the data end. Raises `DropBudgetExceeded`: more than
@@ -219,10 +217,9 @@ class Ledger:
             common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3)) or "none"
             common = f"{'since the beginning ' * late}{f'of this one of {readers} readers ' * (readers > 1)}{common}"
             last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
-            raise DropBudgetExceeded(
-                f"{dropped} of the {'last ' * late}{read} samples read were dropped ({common}), more than "
-                f"drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
-            )
+            more = f"more than drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
+            of_read = f"{dropped} of the {'last ' * late}{read} samples read"
+            raise DropBudgetExceeded(f"{of_read} were dropped ({common}), {more}")
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:
         """Enters the samples of a pack, and how changed ones differ from their sources."""
@@ -296,10 +293,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"The ledger {path} cannot be written ({error.strerror}). Free space there, or set packing.ledger to "
-            "another directory."
-        ) from error
+        fix = "Free space there, or set packing.ledger to another directory."
+        raise UserError(f"The ledger {path} cannot be written ({error.strerror}). {fix}") from error
 
 
 def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
@@ -374,10 +369,9 @@ class _Held:
             try:
                 lock(file, path.parent, wait=False, byte=0)
             except (BlockingIOError, PermissionError) as error:
-                raise UserError(
-                    f"Another run that is alive writes the ledger {path.parent}, for the same rank. Wait for its end, "
-                    "or set packing.ledger to a directory for each run."
-                ) from error
+                fix = "Wait for its end, or set packing.ledger to a directory for each run."
+                other = f"Another run that is alive writes the ledger {path.parent}, for the same rank."
+                raise UserError(f"{other} {fix}") from error
 
 
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()
@@ -557,8 +551,7 @@ class _Worker:
 
 def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
     """Each worker's file with its lines that still hold."""
-    files = sorted(directory.glob("*.jsonl"))
-    if not files:
+    if not (files := sorted(directory.glob("*.jsonl"))):
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     ours = False  # else of something else, such as metrics or the rejects of a conversion
     chosen = _chosen({file: _read(file, b'"run"')[0] for file in files})

@@ -90,7 +90,6 @@ class Registry[Entry]:
         yield from (self.find(name) for name in self._outside if name not in known)
 
     def names(self) -> list[str]:
-        """Returns all known names."""
         return list(dict.fromkeys([*self._entries, *self._outside]))
 
     def add(self, name: str, entry: Entry) -> None:

@@ -64,26 +64,21 @@ def shown(path: str | Path) -> str:
 def check_remote(what: str, path: Path, instead: str) -> None:
     """Refuses an address, which the option ``what`` named, if it cannot be read or written here. Raises `ConfigError`:
     it is of another kind, or needs a package that is not installed; ``instead`` is what the user can do without it."""
-    address = remote_address(path)
-    if address is None:
+    if (address := remote_address(path)) is None:
         return
     if address.partition(":")[0] not in _OURS:
         raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
-        raise ConfigError(
-            f"{what} {address} is a remote address, which needs the package multi-storage-client; run pip install "
-            f"'.[remote]' in the checkout, or {instead}"
-        )
+        needs = "which needs the package multi-storage-client; run pip install '.[remote]' in the checkout"
+        raise ConfigError(f"{what} {address} is a remote address, {needs}, or {instead}")
 
 
 def check_local(what: str, path: str | Path) -> None:
     """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
     Raises `ConfigError`: it is an address."""
     if (address := remote_address(path)) is not None:
-        raise ConfigError(
-            f"{what} {address} is a remote address; it must be on this machine: mount the storage, or copy the files "
-            "with its own tool"
-        )
+        here = "it must be on this machine: mount the storage, or copy the files with its own tool"
+        raise ConfigError(f"{what} {address} is a remote address; {here}")
 
 
 def private_directory() -> Path:
@@ -248,8 +243,7 @@ def metadata_text(root: Path, name: str) -> str:
 def index_file(root: Path) -> Path:
     """The index of a data set's shards; one in a store is copied once, to the directory for temporary files. Raises
     `UserError`: that directory cannot be used; OSError: the index cannot be read."""
-    address = remote_address(root)
-    if address is None:
+    if (address := remote_address(root)) is None:
         return root / _META / _INDEX
     index = f"{address}/{_META}/{_INDEX}"
     version = f"\0{present(index)}\0{metadata_text(root, 'index.uuid')}"
@@ -263,8 +257,7 @@ def describe(address: str, directory: Path) -> Path:
     with said_of_system(f"{address} cannot be read"):
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address
-        files = listed(root)
-        if not files:
+        if not (files := listed(root)):
             raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)

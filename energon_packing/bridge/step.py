@@ -75,10 +75,9 @@ def forward_step(
     packed = batch.get("cu_seqlens_q") is not None
     _refuse_another_model(inner, batch, state.cfg.dataset)
     if packed and return_schedule_plan and not _forwards_batches_whole(step):
-        raise ConfigError(
-            "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan ignores the boundaries of packed rows; "
-            "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
-        )
+        why = "but Bridge's schedule plan ignores the boundaries of packed rows"
+        fix = "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
+        raise ConfigError(f"overlap_moe_expert_parallel_comm is on, {why}; {fix}")
     with contextlib.ExitStack() as added:
         if packed:
             added.callback(log_kernel)
@@ -172,8 +171,7 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
     """Adds what the host knows to the ``PackedSeqParams`` that the model is called with."""
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
-        params = keywords.get("packed_seq_params")
-        if params is None:
+        if (params := keywords.get("packed_seq_params")) is None:
             return
         if hasattr(params, "pad_between_seqs"):  # the installed Megatron-Core may be older than the field
             params.pad_between_seqs = padded

@@ -23,7 +23,6 @@ class MemberBytes:
     size: int
 
     def read(self) -> bytes:
-        """The content."""
         return read_again(self.path, self._read)
 
     def _read(self) -> bytes:
@@ -145,7 +144,6 @@ class ChunkSize:
         return self.size
 
     def learn(self, seconds: float) -> None:
-        """Takes note of how long a chunk took."""
         wanted = 2 * self.size if seconds < _SHORT else self.size // 2 if seconds > _LONG else self.size
         self.size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 

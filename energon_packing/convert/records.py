@@ -196,7 +196,6 @@ class ParsedRecord:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each image or video."""
         return tuple(reference.kind for reference in self.references)
 
     @property

@@ -18,15 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from energon_packing import remote_files
+from energon_packing.convert import layout
 from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.layout import (
-    CONVERSION_FILE,
-    DATASET_FILE,
-    META_DIRECTORY,
-    fingerprint_difference,
-    read_report,
-)
+from energon_packing.convert.layout import fingerprint_difference, read_report
 from energon_packing.convert.media_files import FETCHED
 from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of, said_of_system
@@ -36,7 +32,6 @@ from energon_packing.remote_files import (
     file_digest,
     listed,
     local_copy,
-    private_directory,
     remote_address,
     remove,
     shown,
@@ -218,7 +213,7 @@ def delete_copies(source: SourceFile, scratch: Path) -> None:
 
 def local_place(address: str) -> Path:
     """Where the data set is made: the same directory of this machine for the same address, and for nobody else."""
-    place = private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
+    place = remote_files.private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
     with said_of_system(f"{place} cannot be written", "; point TMPDIR elsewhere"):
         place.parent.mkdir(exist_ok=True)
     return place
@@ -233,7 +228,7 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
     progress("store", done, total)
     complete = f"the data set is complete in {local}, but --out {address} cannot be written"
     with said_of_system(complete, "; start again with --resume"):
-        store(local / CONVERSION_FILE, f"{address}/{MARK}")
+        store(local / layout.CONVERSION_FILE, f"{address}/{MARK}")
         before = {name for name, _ in listed(address)} - {MARK}
         for name in sorted(filter(_order, before)):  # else it would describe other shards
             remove(f"{address}/{name}")
@@ -251,6 +246,6 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
 
 def _order(name: str) -> int:
     """Shards first, then what describes them, and last what says that all is complete."""
-    if name == CONVERSION_FILE:
+    if name == layout.CONVERSION_FILE:
         return 3
-    return 2 if name == DATASET_FILE else 1 if META_DIRECTORY in name.split("/") else 0
+    return 2 if name == layout.DATASET_FILE else 1 if layout.META_DIRECTORY in name.split("/") else 0

@@ -63,10 +63,8 @@ class ConversationEncoder(SampleEncoder):
             refused = f"the family {self.family.name} does not accept {missing[0]}s."
             raise ConfigError(f"encoder.modality is {chosen!r}, but {refused}")
         if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError(
-                f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
-                "Convert it with transformers (tokenizer.json)."
-            )
+            why = "labels need character offsets. Convert it with transformers (tokenizer.json)."
+            raise ConfigError(f"{type(self.tokenizer).__name__} is not a fast tokenizer; {why}")
         source = getattr(self.processor, "chat_template", None)
         source = source if isinstance(source, str) else None  # several by name
         if config.chat_template is not None:
@@ -383,10 +381,9 @@ class _OfModality(ConversationEncoder):
 
     def __init__(self, config: EncoderConfig, *, processor: Any = None) -> None:
         if config.modality not in ("mixed", self.modality):
-            raise ConfigError(
-                f"encoder.modality is {config.modality!r}, but {type(self).__name__} takes {self.modality!r}; "
-                "leave it out, or use the encoder of that modality."
-            )
+            own = f"{type(self).__name__} takes {self.modality!r}"
+            fix = "leave it out, or use the encoder of that modality."
+            raise ConfigError(f"encoder.modality is {config.modality!r}, but {own}; {fix}")
         super().__init__(config, processor=processor, modality=self.modality)
 
 
@@ -429,8 +426,6 @@ def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], Encod
     ``names``."""
     if untaken := [name for name in names if not takes(model, name)]:
         config = encoder()
-        raise ConfigError(
-            f"The family {build_family(load_processor(config), config).name} needs {', '.join(untaken)}, but "
-            f"{type(innermost(model)).__name__}.forward does not take it; use the processor that belongs to the model "
-            "(encoder.processor)."
-        )
+        needs = f"The family {build_family(load_processor(config), config).name} needs {', '.join(untaken)}"
+        fix = "use the processor that belongs to the model (encoder.processor)."
+        raise ConfigError(f"{needs}, but {type(innermost(model)).__name__}.forward does not take it; {fix}")

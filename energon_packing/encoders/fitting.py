@@ -43,8 +43,7 @@ class Resizer:
 
     def family(self, settings: Settings) -> VisionFamily:
         """Returns the run's family with other upper limits."""
-        family = self._try(settings)
-        if family is None:
+        if (family := self._try(settings)) is None:
             raise ConfigError(f"The family {self._family.name} cannot be limited to {dict(settings)}.")
         return family
 
@@ -103,8 +102,7 @@ class Resizer:
         return self._ladders[name]
 
     def _plans(self, media: Sequence[Media], settings: Settings) -> tuple[MediaPlan, ...] | None:
-        family = self._try(settings)
-        if family is None:
+        if (family := self._try(settings)) is None:
             return None
         try:
             return family.plans(media)
@@ -251,8 +249,7 @@ def resized(
     if limits.max_images is not None and count("images", measured) > limits.max_images:
         return None
     if limits.max_frames is not None and count("frames", measured) > limits.max_frames:
-        settings = resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)
-        if settings is None:
+        if (settings := resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)) is None:
             return None
         measured = [measure(answer, settings) for answer in answers]
     visual = count("visual_tokens", measured)
@@ -261,8 +258,7 @@ def resized(
         visual if limits.max_tokens is None else limits.max_tokens - (count("tokens", measured) - visual),
     )
     if visual > room:
-        settings = resizer.fewer_tokens(media, measured[0].settings, room // copies)
-        if settings is None:
+        if (settings := resizer.fewer_tokens(media, measured[0].settings, room // copies)) is None:
             return None
         measured = [measure(answer, settings) for answer in answers]
     return list(measured) if bounds.excess(*measured) is None else None

@@ -38,8 +38,7 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
         for row in rows
     ]
     rows = videos_as_images(filled)
-    names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
-    if not names:
+    if not (names := {name for row in rows for name in row.get(PADDED_MEDIA, ())}):
         return rows
     result = [dict(row) for row in rows]
     for name in sorted(names):

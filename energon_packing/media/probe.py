@@ -462,8 +462,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
             count = _count(container.decode(stream), "frame", work, size)
     if count.frames == 0:
         raise SampleRejected("corrupt_media", "the video has no frame")
-    rate = _rate(count, stated)
-    if not rate:
+    if not (rate := _rate(count, stated)):
         raise SampleRejected("corrupt_media", "the video has neither time stamps nor a frame rate")
     width, height = (size[1], size[0]) if turned else size
     points = _time_points(count.times, count.frames, rate, work)

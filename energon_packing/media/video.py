@@ -262,7 +262,6 @@ def _check_deadline(deadline: float | None, index: int) -> None:
 
 
 def _decode_from_start(container: Any, stream: Any, frames: FrameStack, deadline: float | None) -> None:
-    """Decodes every frame up to the last wanted one."""
     for index, frame in enumerate(container.decode(stream)):
         _check_deadline(deadline, index)
         if frame.is_corrupt:

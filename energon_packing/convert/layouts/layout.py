@@ -128,10 +128,8 @@ def filled(record: Mapping[str, Any], *names: str) -> bool:
 
 
 def has_turns(record: Mapping[str, Any]) -> bool:
-    """Whether a record has a list of turns."""
     return any(isinstance(record.get(name), list) for name in TURN_COLUMNS)
 
 
 def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """A record without some of its columns."""
     return {name: value for name, value in record.items() if name not in names}

@@ -18,7 +18,6 @@ _MEDIA = {"image_url": "image", "video_url": "video"}
 
 
 def matches(record: Mapping[str, Any]) -> bool:
-    """Whether a record is such a sample."""
     if all(isinstance(record.get(name), list) for name in _PAIR):
         return True
     messages = record.get("messages")

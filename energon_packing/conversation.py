@@ -449,18 +449,12 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
             read.append(MediaPart(index=part["media"]))
     if (weight := turn.get("loss_weight")) is not None:
         _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
-    call, thinking = turn.get("tool_call_id"), turn.get("thinking")
-    for name, value in (("tool_call_id", call), ("thinking", thinking)):
+    texts = {name: turn.get(name) for name in ("tool_call_id", "thinking")}
+    for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise _RECORD.bad(f"the {name} of {where} is a {type(value).__name__}, expected text")
-    return Turn(
-        role=turn["role"],
-        parts=tuple(read),
-        tool_calls=_mappings(turn, "tool_calls", where),
-        loss_weight=weight,
-        tool_call_id=call,
-        thinking=thinking,
-    )
+    calls = _mappings(turn, "tool_calls", where)
+    return Turn(role=turn["role"], parts=tuple(read), tool_calls=calls, loss_weight=weight, **texts)
 
 
 def media_of(entry: Any) -> Media:

@@ -106,11 +106,9 @@ class Ledger:
         most_pending: int = MAX_DROPS_WITHOUT_PACK,
         run: str = "",
     ) -> None:
-        self.budget = budget
-        self.most_pending = most_pending
-        self.read = 0
+        self.budget, self.most_pending = budget, most_pending
+        self.read = self.emitted = 0
         self.tells = True
-        self.emitted = 0
         self.reasons: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._last: DroppedSample | None = None
@@ -491,10 +489,6 @@ class _Worker:
         self.names: dict[str, str] = {}  # run -> beginning, in the order of the marks
         self._runs: dict[str, list[dict[str, Any]]] = {}  # a mark, then the lines of its run
 
-    @property
-    def rank(self) -> int:
-        return self.mark.get("rank") or 0
-
     def take(self, entry: dict[str, Any]) -> None:
         if "run" not in entry:
             self.lines.append(entry)
@@ -589,10 +583,11 @@ def _chosen(marks: Mapping[Path, _Worker]) -> dict[Path, str]:
     if newest.mark.get("packs_of_plan"):
         return dict.fromkeys(marks, newest.name)
     ranks = newest.mark.get("ranks") or math.inf
+    rank_of = {file: worker.mark.get("rank") or 0 for file, worker in marks.items()}
     of_rank: dict[int, _Worker] = {}
-    for worker in marks.values():
-        of_rank[worker.rank] = max(of_rank.get(worker.rank, worker), worker, key=lambda worker: worker.age)
-    return {file: of_rank[worker.rank].name for file, worker in marks.items() if worker.rank < ranks}
+    for file, worker in marks.items():
+        of_rank[rank_of[file]] = max(of_rank.get(rank_of[file], worker), worker, key=lambda worker: worker.age)
+    return {file: of_rank[rank].name for file, rank in rank_of.items() if rank < ranks}
 
 
 def _is_line(entry: Mapping[str, Any]) -> bool:

@@ -190,13 +190,10 @@ def reference_of(
         raise SampleRejected("bad_frames", f"{where!r} holds an empty list of frames")
     timed = {**own, _RATES: rate, _TIMES: times}
     given = frame_rate(first_of(timed, "sample_fps", "fps", _RATES))
-    return MediaReference(
-        kind=kind,
-        paths=tuple(_path(frame, where) for frame in frames),
-        is_frames=True,
-        fps=frame_fps if given is None else given,
-        times=frame_times(first_of(timed, "timestamps", _TIMES), len(frames)),
-    )
+    paths = tuple(_path(frame, where) for frame in frames)
+    seconds = frame_times(first_of(timed, "timestamps", _TIMES), len(frames))
+    fps = frame_fps if given is None else given
+    return MediaReference(kind=kind, paths=paths, is_frames=True, fps=fps, times=seconds)
 
 
 def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> list[MediaReference]:

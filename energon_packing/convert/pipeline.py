@@ -106,9 +106,8 @@ class Auditing:
         options: dict[str, Any] = {name: getattr(config, name) for name in names}
         parse = own and own.parse
         self._parse: Callable[[Any], Any] = parse or partial(records.parse_record, layout=config.format, **options)
-        self._may_be_plain = (own is None or own.fields is not None) and not (
-            config.extra_columns or config.column_map or config.kto_label
-        )
+        other_columns = config.extra_columns or config.column_map or config.kto_label
+        self._may_be_plain = (own is None or own.fields is not None) and not other_columns
         self._files = RecordFiles(self._scratch, max_bytes=config.max_media_bytes)
         self._checker = MediaChecker(config, self._scratch / workspace.JOURNAL, self._scratch / f"checks-{number}")
 
@@ -176,10 +175,8 @@ class Auditing:
         of_reader = isinstance(raw.value, Conversation) and not (config.own_layout and config.own_layout.parse)
         parsed = records.parse_conversation(raw.value, config.frame_fps) if of_reader else self._parse(raw.value)
         warnings += parsed.warnings
-        places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
-        checked = [
-            self._checker.check(place, file.kind, file.path) for file, place in zip(parsed.media, places, strict=True)
-        ]
+        places = [(file, self._files.place(file.path, root, raw.members)) for file in parsed.media]
+        checked = [self._checker.check(place, file.kind, file.path) for file, place in places]
         files = [file for file, _ in checked]
         names = [file.name for file in files]
         record = parsed.record(audit.keys[-1], media_names(config.layout, names), files)
@@ -209,7 +206,7 @@ class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
 
     def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
-        self._config, self.media, self.plan = config, media, plan
+        self.config, self.media, self.plan = config, media, plan
         self._keys, self.splits = KeyAssigner(), SplitAssigner(config.split)
         self._written_of_origin = Counter[int]()
         self._first_reject: dict[int, str] = {}
@@ -254,10 +251,9 @@ class ReadRecords:
         for name, number in audit.ignored.items():
             self.ignored[_counted_as(name, self.ignored, "columns")] += number
         self.splits.add(positions)
-        planned = PlannedSamples(
-            spool=audit.spool, offset=audit.offset, keys=keys, sizes=audit.sizes, positions=positions
-        )
-        apart = self._config.layout == "polylithic"
+        where = {"spool": audit.spool, "offset": audit.offset}
+        planned = PlannedSamples(**where, keys=keys, sizes=audit.sizes, positions=positions)
+        apart = self.config.layout == "polylithic"
         if audit.files:
             self._sources_with_media.add(source.place)
         for file, stamp in audit.files.values():  # in the order of first mention
@@ -278,7 +274,7 @@ class ReadRecords:
         for origin in sorted({source.origin for source in sources}):
             if self._written_of_origin[origin] == 0:
                 first = self._first_reject.get(origin, "it is an empty list")
-                return f"{shown(self._config.sources[origin])} holds no usable record; the first problem: {first}"
+                return f"{shown(self.config.sources[origin])} holds no usable record; the first problem: {first}"
         return None
 
     def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
@@ -397,7 +393,7 @@ def _build(
     with ExitStack() as stack:
         media = stack.enter_context(closing(MediaTable(scratch / "media", one_store=config.layout == "polylithic")))
         reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
-        fingerprint["sources"] = _read(config, sources, results, reading, build, tell)
+        fingerprint["sources"] = _read(sources, results, reading, build, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
             if config.dry_run or not media.files:
                 shutil.rmtree(scratch)
@@ -441,16 +437,11 @@ def _build(
 
 
 def _read(
-    config: ConvertConfig,
-    sources: list[SourceFile],
-    results: _Results,
-    reading: ReadRecords,
-    build: Path,
-    tell: Progress,
+    sources: list[SourceFile], results: _Results, reading: ReadRecords, build: Path, tell: Progress
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
-    total, scratch = sum(source.size for source in sources), build.parent
-    size = ChunkSize()
+    config, total = reading.config, sum(source.size for source in sources)
+    scratch, size = build.parent, ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:

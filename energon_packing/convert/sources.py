@@ -182,8 +182,7 @@ def _look(
 def _find_lines(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes, form: Form = "lines"
 ) -> Iterator[Chunk]:
-    number = 1
-    start = reader.position
+    number, start = 1, reader.position
     while block := reader.read(chunk_bytes()):
         lines = block.count(b"\n")
         # A line of any length is passed over in pieces, never held.
@@ -197,8 +196,7 @@ def _find_lines(
 def _find_elements(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
-    before = reader.position
-    wanted = chunk_bytes()
+    before, wanted = reader.position, chunk_bytes()
     start: int | None = None
     first = end = number = 0
     error: SampleRejected | None = None
@@ -231,8 +229,7 @@ def _unread(source: SourceFile, at: int, records: int) -> str:
 def _find_object(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
-    start = reader.position
-    size = len(reader.read(max_record_bytes + 1))
+    start, size = reader.position, len(reader.read(max_record_bytes + 1))
     error: SampleRejected | None = None
     if size > max_record_bytes:
         detail = f"one JSON object of more than {max_record_bytes} bytes; expected an array of records or JSON Lines"

@@ -87,9 +87,8 @@ class Resizer:
         def lowered(steps: int) -> Settings:
             return tuple((name, values[max(0, len(values) - 1 - steps)]) for name, values in ladders)
 
-        steps = _smallest(
-            1, max(len(values) - 1 for _, values in ladders), lambda steps: tokens(lowered(steps), most + 1) <= most
-        )
+        longest = max(len(values) - 1 for _, values in ladders)
+        steps = _smallest(1, longest, lambda steps: tokens(lowered(steps), most + 1) <= most)
         return None if steps is None else (*settings, *lowered(steps))
 
     def _ladder(self, name: str) -> tuple[int, ...]:
@@ -222,10 +221,9 @@ def fit(
         if over is None or action == "drop":
             break
         if action == "raise":
-            raise ConfigError(
-                f"{'Sample' if choose else 'The pair'} {answers[0].key} has {over.detail}. Raise the limit, or name "
-                "another action in encoder.limits.when_over."
-            )
+            fix = "Raise the limit, or name another action in encoder.limits.when_over."
+            sample = f"{'Sample' if choose else 'The pair'} {answers[0].key}"
+            raise ConfigError(f"{sample} has {over.detail}. {fix}")
         if action == "resize":
             measured = _noted(measured, resized(answers, measured, measure, resizer, own), over, answers[0])
         elif choose is not None:

@@ -18,12 +18,10 @@ class OneSegment:
 
     @property
     def segments(self) -> tuple[Self, ...]:
-        """The rows that this sample becomes: itself."""
         return (self,)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
         return (self.length,)
 
 

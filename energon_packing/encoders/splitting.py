@@ -178,6 +178,7 @@ def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: i
     targets = slice(int(sizes.targets[start + 1]) - first, int(sizes.targets[end]) - first)
     tokens, *_ = sizes.between(start, end)
     before = int(sizes.tokens[start])
+    extras = {name: v[targets] if isinstance(v, np.ndarray) else v for name, v in measured.extras.items()}
     what = f"piece {number + 1} of {pieces}: tokens {before} to {before + tokens} of {measured.length}"
     return dataclasses.replace(
         measured,
@@ -191,7 +192,5 @@ def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: i
         media=measured.media[media],
         length=tokens,
         changes=(*measured.changes, ("split", what)),
-        extras={
-            name: value[targets] if isinstance(value, np.ndarray) else value for name, value in measured.extras.items()
-        },
+        extras=extras,
     )

@@ -33,8 +33,7 @@ class TokenizedText:
 
     def __init__(self, text: str, encoding: Any) -> None:
         self.ids = np.array(encoding.ids, dtype=np.int32)
-        self._encoding = encoding
-        self._text = text
+        self._encoding, self._text = encoding, text
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -73,9 +72,8 @@ class ByteText(TokenizedText):
     text up to the end of each token, ``[n]``."""
 
     def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
-        self.ids = ids
+        self.ids, self._ends = ids, ends
         self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
-        self._ends = ends
         self._known = 0, 0  # a place in the text, and the bytes before it
 
     @cached_property
@@ -233,8 +231,7 @@ class TextTokenizer:
     """
 
     def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
-        self._backend = backend
-        self._specials = specials
+        self._backend, self._specials = backend, specials
         if resize := getattr(backend.model, "_resize_cache", None):  # tokenizers 0.21
             resize(_KEPT_WORDS)
         if _one_thread():
@@ -291,11 +288,8 @@ class TextTokenizer:
 
 
 def use_one_thread() -> None:
-    """Lets the tokenizers library work without threads in this process, unless the user has said otherwise.
-
-    A process that measures many texts one after the other has nothing to divide among threads, and `TextTokenizer` is a
-    fifth faster without.
-    """
+    """Lets the tokenizers library work without threads in this process, unless the user has said otherwise: texts that
+    are measured one after the other have nothing to divide among them, and `TextTokenizer` is a fifth faster."""
     os.environ.setdefault(_THREADS, "false")
 
 

@@ -170,9 +170,7 @@ class FrameStack:
 
         self.wanted = sorted(set(indices))
         self.missing = len(self.wanted)
-        self._indices = indices
-        self._max_pixels = max_pixels
-        self._max_bytes = max_bytes
+        self._indices, self._max_pixels, self._max_bytes = indices, max_pixels, max_bytes
         self._size: tuple[int, int] | None = None
         self._frames: np.ndarray | None = None  # rows of pixels, like images
         # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.

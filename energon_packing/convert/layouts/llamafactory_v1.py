@@ -72,9 +72,5 @@ def _message(message: Any, number: int) -> Any:
     return read
 
 
-LAYOUT = Layout(
-    name="llamafactory-v1",
-    expects="'messages' whose content is a list of type/value",
-    matches=matches,
-    restate=_restate,
-)
+_EXPECTS = "'messages' whose content is a list of type/value"
+LAYOUT = Layout(name="llamafactory-v1", expects=_EXPECTS, matches=matches, restate=_restate)

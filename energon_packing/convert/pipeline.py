@@ -251,8 +251,8 @@ class ReadRecords:
         for name, number in audit.ignored.items():
             self.ignored[_counted_as(name, self.ignored, "columns")] += number
         self.splits.add(positions)
-        where = {"spool": audit.spool, "offset": audit.offset}
-        planned = PlannedSamples(**where, keys=keys, sizes=audit.sizes, positions=positions)
+        place = {"spool": audit.spool, "offset": audit.offset}
+        planned = PlannedSamples(**place, keys=keys, sizes=audit.sizes, positions=positions)
         apart = self.config.layout == "polylithic"
         if audit.files:
             self._sources_with_media.add(source.place)

@@ -233,8 +233,8 @@ def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | Non
     rate = min(max(rate, SMALLEST_NUMBER), LARGEST_NUMBER)
     names = tuple(name for name, _ in frames)
     seconds = min(max(len(frames) / rate, SMALLEST_NUMBER), LARGEST_NUMBER)
-    sizes: Any = {"width": width, "height": height, "frames": len(frames), "fps": rate, "duration": seconds}
-    return Media(kind="video", name=names[0], **sizes, frame_names=names, frame_times=times)
+    shape: Any = {"width": width, "height": height, "frames": len(frames), "fps": rate, "duration": seconds}
+    return Media(kind="video", name=names[0], **shape, frame_names=names, frame_times=times)
 
 
 def parse_record(

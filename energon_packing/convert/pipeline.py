@@ -251,7 +251,7 @@ class ReadRecords:
         for name, number in audit.ignored.items():
             self.ignored[_counted_as(name, self.ignored, "columns")] += number
         self.splits.add(positions)
-        place = {"spool": audit.spool, "offset": audit.offset}
+        place: Any = {"spool": audit.spool, "offset": audit.offset}
         planned = PlannedSamples(**place, keys=keys, sizes=audit.sizes, positions=positions)
         apart = self.config.layout == "polylithic"
         if audit.files:

@@ -225,7 +225,6 @@ class Shares:
         return self._numbers[4 * worker : 4 * worker + 4]
 
     def own(self) -> list[int]:
-        """The numbers of this rank."""
         return [sum(self._numbers[at:504:4]) for at in range(4)]
 
     def over(self, row: Sequence[int], readers: int, budget: float) -> tuple[int, int, bool] | None:

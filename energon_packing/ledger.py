@@ -544,7 +544,6 @@ class _Worker:
 
 
 def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
-    """Each worker's file with its lines that still hold."""
     if not (files := sorted(directory.glob("*.jsonl"))):
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     ours = False  # else of something else, such as metrics or the rejects of a conversion

@@ -74,7 +74,6 @@ class Registry[Entry]:
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
-        """Those of the folder, to which registered ones are added."""
         entries: dict[str, Entry] = {}
         for module in sorted(each.name for each in pkgutil.iter_modules(importlib.import_module(self.folder).__path__)):
             for name, entry in self.declared(importlib.import_module(f"{self.folder}.{module}")).items():

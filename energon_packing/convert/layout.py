@@ -319,6 +319,7 @@ class ConversionReport:
 
     @property
     def reject_share(self) -> float:
+        """Rejected records divided by records read."""
         return sum(self.rejected.values()) / self.read if self.read else 0.0
 
     def too_many_rejects(self, most: float) -> bool:
@@ -342,6 +343,7 @@ class ConversionReport:
         ]
 
     def write(self, directory: Path) -> None:
+        """Writes `conversion.json`."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
         # A column's name may hold half of a character; in JSON its escape is what Python writes for it, too.
         (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

@@ -132,4 +132,5 @@ def has_turns(record: Mapping[str, Any]) -> bool:
 
 
 def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """A record without some of its columns."""
     return {name: value for name, value in record.items() if name not in names}

@@ -103,12 +103,8 @@ class PairCounts:
     unwanted: int = 0
 
     def __add__(self, other: Self) -> Self:
-        return replace(
-            self,
-            samples=self.samples + other.samples,
-            pairs=self.pairs + other.pairs,
-            unwanted=self.unwanted + other.unwanted,
-        )
+        pairs, unwanted = self.pairs + other.pairs, self.unwanted + other.unwanted
+        return replace(self, samples=self.samples + other.samples, pairs=pairs, unwanted=unwanted)
 
     def __bool__(self) -> bool:
         return bool(self.pairs or self.unwanted)
@@ -224,20 +220,13 @@ class Conversation:
         if not self.is_pair:
             raise SampleRejected("no_pair", "the record has no chosen and rejected answer")
         common = tuple(replace(turn, loss_weight=0.0) if turn.role == "assistant" else turn for turn in self.turns)
-        return tuple(  # type: ignore[return-value]
-            replace(
-                self,
-                key=f"{self.key}/{which}",
-                turns=(*common, *turns),
-                chosen=(),
-                rejected=(),
-                extras={
-                    **{name: part[which] if isinstance(part, Mapping) else part for name, part in self.extras.items()},
-                    PREFERENCE: sign,
-                },
-            )
-            for which, sign, turns in (("chosen", 1.0, self.chosen), ("rejected", -1.0, self.rejected))
-        )
+
+        def answer(which: str, turns: tuple[Turn, ...], sign: float) -> Any:
+            own = {name: part[which] if isinstance(part, Mapping) else part for name, part in self.extras.items()}
+            own[PREFERENCE] = sign
+            return replace(self, key=f"{self.key}/{which}", turns=(*common, *turns), chosen=(), rejected=(), extras=own)
+
+        return answer("chosen", self.chosen, 1.0), answer("rejected", self.rejected, -1.0)
 
     @property
     def is_unwanted(self) -> bool:
@@ -282,10 +271,8 @@ class Conversation:
                 raise SampleRejected("bad_record", f"extras {name!r} {wrong}")
         named = [part.index for turn in self.turns for part in turn.parts if type(part) is MediaPart]
         if named != list(range(len(self.media))):
-            raise SampleRejected(
-                "placeholder_mismatch",
-                f"the turns name media {named}, but the record lists {len(self.media)} media in order",
-            )
+            detail = f"the turns name media {named}, but the record lists {len(self.media)} media in order"
+            raise SampleRejected("placeholder_mismatch", detail)
         if not self.turns:
             raise SampleRejected("empty_conversation", "the record has no turns")
         for turn in (*self.turns, *self.chosen, *self.rejected) if self.chosen else self.turns:
@@ -337,8 +324,7 @@ class Conversation:
         """
         listed, turns = tuple(media), []
         kinds = [entry.kind for entry in listed]
-        names = {"role": "role", "tool_calls": "tool_calls", "tool_call_id": "tool_call_id"}
-        names["thinking"] = "reasoning_content"
+        names = {name: name for name in ("role", "tool_calls", "tool_call_id")} | {"thinking": "reasoning_content"}
         taken = count()
         for number, message in enumerate(messages, 1):
             where = f"message {number}"
@@ -346,9 +332,8 @@ class Conversation:
             content = message.get("content")
             given: Any = [content or ""] if content is None or isinstance(content, str) else content
             if not isinstance(given, list | tuple):
-                raise _RECORD.bad(
-                    f"the content of {where} is a {type(given).__name__}, expected text or a list of parts"
-                )
+                found = type(given).__name__
+                raise _RECORD.bad(f"the content of {where} is a {found}, expected text or a list of parts")
             parts: list[Any] = []
             for part in given:
                 kind = part.get("type") if isinstance(part, Mapping) else None
@@ -462,21 +447,14 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
             _RECORD.check_keys(part, {"media"}, f"a part of {where}")
             _RECORD.check_number(part.get("media"), f"a media index of {where}", whole=True, above_zero=False)
             read.append(MediaPart(index=part["media"]))
-    weight = turn.get("loss_weight")
-    if weight is not None:
+    if (weight := turn.get("loss_weight")) is not None:
         _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
-    call, thinking = turn.get("tool_call_id"), turn.get("thinking")
-    for name, value in (("tool_call_id", call), ("thinking", thinking)):
+    texts = {name: turn.get(name) for name in ("tool_call_id", "thinking")}
+    for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise _RECORD.bad(f"the {name} of {where} is a {type(value).__name__}, expected text")
-    return Turn(
-        role=turn["role"],
-        parts=tuple(read),
-        tool_calls=_mappings(turn, "tool_calls", where),
-        loss_weight=weight,
-        tool_call_id=call,
-        thinking=thinking,
-    )
+    calls = _mappings(turn, "tool_calls", where)
+    return Turn(role=turn["role"], parts=tuple(read), tool_calls=calls, loss_weight=weight, **texts)
 
 
 def media_of(entry: Any) -> Media:

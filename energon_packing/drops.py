@@ -32,6 +32,8 @@ from energon_packing.config import RunConfig, to_mapping
 TIMEOUT, CRASH, ENDED = "decode_timeout", "decoder_crashed", "decoder_ended"
 """Why a sample is quarantined, the first also where the decoder itself noticed between two frames; the last proves
 nothing, since the memory killer may have ended the decoder."""
+WISHED = ("pair", "labelled_answer", "unwanted_answer")
+"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
 QUARANTINED = "quarantined"
 """Why later runs drop such a sample."""
 SETTING_OF: Mapping[str, str | None] = {
@@ -42,20 +44,17 @@ SETTING_OF: Mapping[str, str | None] = {
         "reserved_token", "restore_failed", "too_deep", "unknown_role", "unknown_tensor_format", "unmeasured",
         "unmeasured_media", "unreadable_shard", "unsafe_pickle", "unsupported_depth", "wrong_dtype", "wrong_shape",
     )),
-    "assistant_first": "encoder.chat_template",
+    **dict.fromkeys(WISHED, "packing.pairs"),
+    **dict.fromkeys(("extra_mismatch", "missing_extra"), "encoder.extra_fields"),
+    **dict.fromkeys(("assistant_first", "loss_weight_mismatch"), "encoder.chat_template"),
+    **dict.fromkeys(("template_error", "unstable_prefix"), "encoder.chat_template"),
     "decode_timeout": "encoder.decode_seconds",
-    "extra_mismatch": "encoder.extra_fields",
-    "labelled_answer": "packing.pairs",
-    "loss_weight_mismatch": "encoder.chat_template",
     "media_too_large": "encoder.max_source_pixels",
-    "missing_extra": "encoder.extra_fields",
     "nothing_to_learn": "encoder.train_on",
     "other_modality": "encoder.modality",
     "over_limit": "packing.oversize",
     "oversize": "packing.seq_length",
-    "pair": "packing.pairs",
     "special_token": "encoder.special_tokens_in_text",
-    "template_error": "encoder.chat_template",
     "template_omits": "encoder.tool_definitions",
     "too_few_frames": "encoder.video_fps",
     "too_few_targets": "encoder.limits.min_active_ratio",
@@ -66,9 +65,7 @@ SETTING_OF: Mapping[str, str | None] = {
     "too_short": "encoder.fps",
     "too_small": "encoder.max_pixels",
     "unclosed_thinking": "encoder.thinking",
-    "unstable_prefix": "encoder.chat_template",
     "unsupported_media": "encoder.family",
-    "unwanted_answer": "packing.pairs",
 }  # fmt: skip
 """Every reason of a ledger, and the setting that decides if its sentence names none; None: the data are the cause."""
 
@@ -80,8 +77,6 @@ RECENT = 100_000
 BUDGET_STARTS_AT = 200
 """Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
 file."""
-WISHED = ("pair", "labelled_answer", "unwanted_answer")
-"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
 SHARE = 0.01
 """Of a data set, or of one modality in it: a reason that drops this much is told."""
 FEWEST_READ = 200
@@ -158,8 +153,8 @@ class FrequentDrops:
         """Samples dropped, and samples read of the data set; of one modality, unless it is ""."""
         # A sample whose data set is unknown may be of any.
         own = self._read.get(data) or sum(self._read.values(), Counter())
-        counts = [found[modality] if modality else found.total() for found in (self._dropped[data, reason], own)]
-        return counts[0], max(counts)
+        dropped, read = (n[modality] if modality else n.total() for n in (self._dropped[data, reason], own))
+        return dropped, max(dropped, read)
 
     def _is_due(self, data: str, reason: str, modality: str, final: bool) -> bool:
         dropped, read = self._counts(data, reason, modality)
@@ -230,7 +225,6 @@ class Shares:
         return self._numbers[4 * worker : 4 * worker + 4]
 
     def own(self) -> list[int]:
-        """The numbers of this rank."""
         return [sum(self._numbers[at:504:4]) for at in range(4)]
 
     def over(self, row: Sequence[int], readers: int, budget: float) -> tuple[int, int, bool] | None:

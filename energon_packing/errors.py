@@ -10,7 +10,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -47,6 +47,15 @@ def is_machines(error: BaseException) -> bool:
 
 class UserError(Exception):
     """A user's mistake. The message states in one sentence what is wrong, where, and how to fix it. Exit code 2."""
+
+
+@contextlib.contextmanager
+def said_of_system(what: str, then: str = "") -> Iterator[None]:
+    """Raises a `UserError` of an ``OSError`` in its block: ``what``, a colon, the system's words, and ``then``."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}{then}") from error
 
 
 class ConfigError(UserError):

@@ -43,18 +43,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from energon_packing import drops
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drops import (
-    CRASH,
-    QUARANTINED,
-    RECENT,
-    TIMEOUT,
-    WISHED,
-    DroppedSample,
-    FrequentDrops,
-    Shares,
-    unwished,
-)
+from energon_packing.drops import RECENT, WISHED, DroppedSample, Shares, unwished
 from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines
 
@@ -115,16 +106,14 @@ class Ledger:
         most_pending: int = MAX_DROPS_WITHOUT_PACK,
         run: str = "",
     ) -> None:
-        self.budget = budget
-        self.most_pending = most_pending
-        self.read = 0
+        self.budget, self.most_pending = budget, most_pending
+        self.read = self.emitted = 0
         self.tells = True
-        self.emitted = 0
         self.reasons: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._last: DroppedSample | None = None
         self._new: Counter[tuple[str, str]] = Counter()  # read since the last pack, by data set and modality
-        self._frequent = FrequentDrops()
+        self._frequent = drops.FrequentDrops()
         self._run = run
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
@@ -143,7 +132,6 @@ class Ledger:
 
     @property
     def dropped(self) -> int:
-        """Number of samples dropped so far."""
         return sum(self.reasons.values())
 
     def join(self, shares: Shares, worker: int = 0, workers: int = 1) -> None:
@@ -193,7 +181,7 @@ class Ledger:
         """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
         for `drop`."""
         if (cause := self._causes.get((data, key))) is not None:
-            self.drop(key, QUARANTINED, cause, data=data, modality=modality)
+            self.drop(key, drops.QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
 
     def drop(self, key: str, reason: str, detail: str, *, data: str = "", modality: str = "") -> None:
@@ -207,17 +195,16 @@ class Ledger:
         self.reasons[reason] += 1
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
-        if reason in (TIMEOUT, CRASH):
+        if reason in (drops.TIMEOUT, drops.CRASH):
             self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail)
         self.check_budget()
         if len(self._pending) >= self.most_pending:
             ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
             last = next(entry for entry in reversed(self._pending) if entry.reason == common)
-            raise NothingToPack(
-                f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
-                f"{common} (the last one is {last.key}: {last.detail}). Fix the data or the limits, or raise "
-                f"max_drops_without_pack={self.most_pending}."
-            )
+            fix = f"Fix the data or the limits, or raise max_drops_without_pack={self.most_pending}."
+            as_what = f"{count} of them as {common} (the last one is {last.key}: {last.detail})"
+            without = f"{len(self._pending)} samples were dropped without a single pack between them"
+            raise NothingToPack(f"{without}, {as_what}. {fix}")
 
     def check_budget(self) -> None:
         """Asked by each `drop`, and by whoever knows that the data end. Raises `DropBudgetExceeded`: more than
@@ -228,10 +215,9 @@ class Ledger:
             common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3)) or "none"
             common = f"{'since the beginning ' * late}{f'of this one of {readers} readers ' * (readers > 1)}{common}"
             last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
-            raise DropBudgetExceeded(
-                f"{dropped} of the {'last ' * late}{read} samples read were dropped ({common}), more than "
-                f"drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
-            )
+            more = f"more than drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
+            of_read = f"{dropped} of the {'last ' * late}{read} samples read"
+            raise DropBudgetExceeded(f"{of_read} were dropped ({common}), {more}")
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:
         """Enters the samples of a pack, and how changed ones differ from their sources."""
@@ -305,10 +291,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"The ledger {path} cannot be written ({error.strerror}). Free space there, or set packing.ledger to "
-            "another directory."
-        ) from error
+        fix = "Free space there, or set packing.ledger to another directory."
+        raise UserError(f"The ledger {path} cannot be written ({error.strerror}). {fix}") from error
 
 
 def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
@@ -383,10 +367,9 @@ class _Held:
             try:
                 lock(file, path.parent, wait=False, byte=0)
             except (BlockingIOError, PermissionError) as error:
-                raise UserError(
-                    f"Another run that is alive writes the ledger {path.parent}, for the same rank. Wait for its end, "
-                    "or set packing.ledger to a directory for each run."
-                ) from error
+                fix = "Wait for its end, or set packing.ledger to a directory for each run."
+                other = f"Another run that is alive writes the ledger {path.parent}, for the same rank."
+                raise UserError(f"{other} {fix}") from error
 
 
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()
@@ -506,10 +489,6 @@ class _Worker:
         self.names: dict[str, str] = {}  # run -> beginning, in the order of the marks
         self._runs: dict[str, list[dict[str, Any]]] = {}  # a mark, then the lines of its run
 
-    @property
-    def rank(self) -> int:
-        return self.mark.get("rank") or 0
-
     def take(self, entry: dict[str, Any]) -> None:
         if "run" not in entry:
             self.lines.append(entry)
@@ -565,9 +544,7 @@ class _Worker:
 
 
 def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Worker]]:
-    """Each worker's file with its lines that still hold."""
-    files = sorted(directory.glob("*.jsonl"))
-    if not files:
+    if not (files := sorted(directory.glob("*.jsonl"))):
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     ours = False  # else of something else, such as metrics or the rejects of a conversion
     chosen = _chosen({file: _read(file, b'"run"')[0] for file in files})
@@ -605,10 +582,11 @@ def _chosen(marks: Mapping[Path, _Worker]) -> dict[Path, str]:
     if newest.mark.get("packs_of_plan"):
         return dict.fromkeys(marks, newest.name)
     ranks = newest.mark.get("ranks") or math.inf
+    rank_of = {file: worker.mark.get("rank") or 0 for file, worker in marks.items()}
     of_rank: dict[int, _Worker] = {}
-    for worker in marks.values():
-        of_rank[worker.rank] = max(of_rank.get(worker.rank, worker), worker, key=lambda worker: worker.age)
-    return {file: of_rank[worker.rank].name for file, worker in marks.items() if worker.rank < ranks}
+    for file, worker in marks.items():
+        of_rank[rank_of[file]] = max(of_rank.get(rank_of[file], worker), worker, key=lambda worker: worker.age)
+    return {file: of_rank[rank].name for file, rank in rank_of.items() if rank < ranks}
 
 
 def _is_line(entry: Mapping[str, Any]) -> bool:

@@ -31,9 +31,8 @@ def _entry_points() -> "EntryPoints":
     try:
         return entry_points()
     except Exception as error:  # one malformed file of any package
-        raise ConfigError(
-            f"The entry points of installed packages cannot be read ({error}); reinstall them."
-        ) from error
+        why = f"The entry points of installed packages cannot be read ({error}); reinstall them."
+        raise ConfigError(why) from error
 
 
 def named_object(name: str, setting: str) -> Any:
@@ -55,22 +54,19 @@ class Registry[Entry]:
 
     Modules are imported when entries are first asked for; entry points are looked for when no other entry will do, and
     each is imported when its own name, or every entry, is asked for.
+
+    Args:
+        what: one entry, as messages call it, such as ``packing policy``.
+        folder: the package whose modules declare entries, such as ``energon_packing.packing.policies``; also the group
+            of entry points in which others declare theirs.
+        declared: the entries of one module, by name; empty for a module that declares none.
+        setting: where a user writes a name, such as ``packing.policy``.
     """
 
     def __init__(
         self, what: str, *, folder: str, declared: Callable[[ModuleType], Mapping[str, Entry]], setting: str
     ) -> None:
-        """Imports nothing yet.
-
-        Args:
-            what: one entry, as messages call it, such as ``packing policy``.
-            folder: the package whose modules declare entries, such as ``energon_packing.packing.policies``. Also the
-                group of entry points in which others declare theirs.
-            declared: the entries of one module, by name; empty for a module that declares none.
-            setting: where a user writes a name, such as ``packing.policy``.
-        """
-        self.what, self.folder, self.setting = what, folder, setting
-        self.declared = declared
+        self.what, self.folder, self.declared, self.setting = what, folder, declared, setting
 
     @cached_property
     def _outside(self) -> "dict[str, EntryPoint]":
@@ -78,7 +74,6 @@ class Registry[Entry]:
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
-        """Those of the folder, to which registered ones are added."""
         entries: dict[str, Entry] = {}
         for module in sorted(each.name for each in pkgutil.iter_modules(importlib.import_module(self.folder).__path__)):
             for name, entry in self.declared(importlib.import_module(f"{self.folder}.{module}")).items():
@@ -94,7 +89,6 @@ class Registry[Entry]:
         yield from (self.find(name) for name in self._outside if name not in known)
 
     def names(self) -> list[str]:
-        """Returns all known names."""
         return list(dict.fromkeys([*self._entries, *self._outside]))
 
     def add(self, name: str, entry: Entry) -> None:
@@ -113,8 +107,6 @@ class Registry[Entry]:
                 raise ConfigError(f"The {self.what} {name!r} ({point.value}) cannot be imported: {error}") from error
         if name not in self._entries:
             near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"{self.setting} is {name!r}, an unknown {self.what}; known: {', '.join(self.names())}.{hint}"
-            )
+            known = ", ".join(self.names()) + "." + (f" Did you mean {near[0]!r}?" if near else "")
+            raise ConfigError(f"{self.setting} is {name!r}, an unknown {self.what}; known: {known}")
         return self._entries[name]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from energon_packing.errors import ConfigError, UserError, read_again
+from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20
 """Read at once."""
@@ -64,37 +64,30 @@ def shown(path: str | Path) -> str:
 def check_remote(what: str, path: Path, instead: str) -> None:
     """Refuses an address, which the option ``what`` named, if it cannot be read or written here. Raises `ConfigError`:
     it is of another kind, or needs a package that is not installed; ``instead`` is what the user can do without it."""
-    address = remote_address(path)
-    if address is None:
+    if (address := remote_address(path)) is None:
         return
     if address.partition(":")[0] not in _OURS:
         raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
-        raise ConfigError(
-            f"{what} {address} is a remote address, which needs the package multi-storage-client; run pip install "
-            f"'.[remote]' in the checkout, or {instead}"
-        )
+        needs = "which needs the package multi-storage-client; run pip install '.[remote]' in the checkout"
+        raise ConfigError(f"{what} {address} is a remote address, {needs}, or {instead}")
 
 
 def check_local(what: str, path: str | Path) -> None:
     """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
     Raises `ConfigError`: it is an address."""
     if (address := remote_address(path)) is not None:
-        raise ConfigError(
-            f"{what} {address} is a remote address; it must be on this machine: mount the storage, or copy the files "
-            "with its own tool"
-        )
+        here = "it must be on this machine: mount the storage, or copy the files with its own tool"
+        raise ConfigError(f"{what} {address} is a remote address; {here}")
 
 
 def private_directory() -> Path:
     """A directory for copies, of this user alone, below the one for temporary files. Raises `UserError`: it is somebody
     else's, or cannot be made."""
     private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
-    try:
+    with said_of_system(f"{private} cannot be written", "; point TMPDIR elsewhere"):
         private.mkdir(mode=0o700, exist_ok=True)
         owner = private.lstat()
-    except OSError as error:
-        raise UserError(f"{private} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
     if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o077:
         raise UserError(f"{private} is not a directory of yours alone; remove it, or point TMPDIR elsewhere")
     return private
@@ -250,8 +243,7 @@ def metadata_text(root: Path, name: str) -> str:
 def index_file(root: Path) -> Path:
     """The index of a data set's shards; one in a store is copied once, to the directory for temporary files. Raises
     `UserError`: that directory cannot be used; OSError: the index cannot be read."""
-    address = remote_address(root)
-    if address is None:
+    if (address := remote_address(root)) is None:
         return root / _META / _INDEX
     index = f"{address}/{_META}/{_INDEX}"
     version = f"\0{present(index)}\0{metadata_text(root, 'index.uuid')}"
@@ -262,11 +254,10 @@ def describe(address: str, directory: Path) -> Path:
     """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
     what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
     cannot be read."""
-    try:
+    with said_of_system(f"{address} cannot be read"):
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address
-        files = listed(root)
-        if not files:
+        if not (files := listed(root)):
             raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
@@ -280,6 +271,4 @@ def describe(address: str, directory: Path) -> Path:
                 copy.symlink_to(index_file(Path(f"{root}/{path.parent.parent}")))
             else:
                 copy.write_bytes(b"" if path.suffix in _SHARDS else read(f"{root}/{name}"))
-    except OSError as error:
-        raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
     return directory / address.rpartition("/")[2] if in_file else directory

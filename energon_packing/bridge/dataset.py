@@ -22,15 +22,8 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing import thd
-from energon_packing.bridge.provider import (
-    SECTIONS,
-    DataSection,
-    EncoderSection,
-    PackingSection,
-    PackProvider,
-    frozen,
-    to_bridge,
-)
+from energon_packing.bridge import provider
+from energon_packing.bridge.provider import DataSection, EncoderSection, PackingSection, PackProvider, frozen, to_bridge
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.config.run import MetricsConfig
 from energon_packing.encoders.sample_encoder import own_encoder
@@ -77,10 +70,9 @@ class MicroBatchForm:
         """Returns what ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads of samples without padding, or of none.
         Raises `PackingError`: positions that are not ``[1, T]``, the only ones that Bridge's packer takes."""
         if batch.position_ids.dim() != 2:
-            raise PackingError(
-                f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}; set "
-                "encoder.position_ids to 1d"
-            )
+            shape = list(batch.position_ids.shape)
+            why = f"Bridge's collators have no format for positions of shape {shape}"
+            raise PackingError(f"{why}; set encoder.position_ids to 1d")
         rows = thd.unpack(batch)
         extra = tuple(TokenField(name=name, dtype=tensor.dtype) for name, tensor in batch.extra.items())
         # A masked row of one token replaces a sample that could not be rendered, or that an evaluation lacks.
@@ -220,20 +212,17 @@ class PackedEnergonDatasetConfig(PackProvider):
         config = self.run_config(ParallelConfig())
         refuse_unread(config.packing, where="dataset.packing", mode=mode)
         if config.encoder.position_ids == "mrope":
-            raise ConfigError(
-                f"dataset.encoder.position_ids is 'mrope', but mode {mode!r} needs 1d positions, from which Bridge's "
-                "models make their own."
-            )
+            needed = f"mode {mode!r} needs 1d positions, from which Bridge's models make their own."
+            raise ConfigError(f"dataset.encoder.position_ids is 'mrope', but {needed}")
 
     def check_run(self, container: ConfigContainer) -> None:
         """Enforces every rule of severity error, and refuses skipped iterations in pipelines: Bridge's dummy step reads
         on the first and last stage only, so those between would go on with the boundaries of the skipped packs."""
         _enforce_rules(container)
         if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
-            raise ConfigError(
-                "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first "
-                "and last stage only, so the others would train on wrong boundaries; leave it empty."
-            )
+            why = "Bridge skips data on the first and last stage only, so the others would train on wrong boundaries"
+            stages = "with more than 2 pipeline stages"
+            raise ConfigError(f"train.iterations_to_skip is set {stages}, but {why}; leave it empty.")
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
         """See `PackProvider.run_config`."""
@@ -243,10 +232,8 @@ class PackedEnergonDatasetConfig(PackProvider):
         data = frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers)
         train = getattr(self._run, "train", None)
         if data.order_micro_batches and getattr(train, "rampup_batch_size", None):
-            raise ConfigError(
-                "dataset.data.order_micro_batches needs a global batch of one size; turn it off, or remove "
-                "train.rampup_batch_size."
-            )
+            fix = "turn it off, or remove train.rampup_batch_size."
+            raise ConfigError(f"dataset.data.order_micro_batches needs a global batch of one size; {fix}")
         sizes = {name: getattr(train, name) for name in ("micro_batch_size", "global_batch_size") if train is not None}
         return RunConfig(
             data=data,
@@ -305,7 +292,7 @@ class PackedEnergonDatasetConfig(PackProvider):
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.
-for _class in (PackedEnergonDatasetConfig, *SECTIONS.values()):
+for _class in (PackedEnergonDatasetConfig, *provider.SECTIONS.values()):
     target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
 
 
@@ -394,7 +381,6 @@ def set_run(
 def _of_conversations(cfg: Any, processor: str | None, **fields: Any) -> PackProvider:
     named = processor or getattr(cfg.dataset, "hf_processor_path", None)
     named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
-    named = named or getattr(cfg.tokenizer, "tokenizer_model", None)
-    if not named:
+    if not (named := named or getattr(cfg.tokenizer, "tokenizer_model", None)):
         raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
     return PackedEnergonDatasetConfig(processor=str(named), **fields)

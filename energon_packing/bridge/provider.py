@@ -73,9 +73,7 @@ class BridgePackIterator:
         *,
         metrics: PackMetrics | None = None,
     ) -> None:
-        self._reader = reader
-        self._form = form
-        self._metrics = metrics
+        self._reader, self._form, self._metrics = reader, form, metrics
         self._continues = False
         self._states: dict[Path, Path] = {}  # of this process: folder of states -> that of the model's checkpoint
         if metrics is not None:
@@ -375,6 +373,7 @@ class PackProvider(DatasetProvider):
         if not self.path:
             raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
         self.check_fields()
+        kind, every, fewest = self.dataloader_type, self.compare_every, min(self.num_workers, self.num_val_workers or 0)
         refuse(
             *(
                 (
@@ -384,18 +383,9 @@ class PackProvider(DatasetProvider):
                 for name, reason in FIXED_SETTINGS.items()
                 if name != "persistent_workers" or self.num_workers  # where there are none, Bridge itself unsets it
             ),
-            (
-                self.dataloader_type != "external",
-                f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader needs 'external'.",
-            ),
-            (
-                min(self.num_workers, self.num_val_workers or 0) < 0,
-                "dataset.num_workers and num_val_workers must be at least 0.",
-            ),
-            (
-                self.compare_every < 1,
-                f"dataset.compare_every is {self.compare_every}; it must be at least 1, which compares every pack.",
-            ),
+            (kind != "external", f"dataset.dataloader_type is {kind!r}; an Energon loader needs 'external'."),
+            (fewest < 0, "dataset.num_workers and num_val_workers must be at least 0."),
+            (every < 1, f"dataset.compare_every is {every}; it must be at least 1, which compares every pack."),
         )
         self.run_config(ParallelConfig())
         container = container_under_validation()
@@ -409,10 +399,9 @@ class PackProvider(DatasetProvider):
             return
         evaluates = self.do_validation and container.validation.eval_iters
         if has_global_packs(self.path) and not self.validation_path and evaluates:
-            raise ConfigError(
-                f"dataset.path {self.path} is a plan, or packed from one, which has no other split to evaluate on; "
-                "name the data set in dataset.validation_path, or set dataset.do_validation to false."
-            )
+            fix = "name the data set in dataset.validation_path, or set dataset.do_validation to false."
+            what = "is a plan, or packed from one, which has no other split to evaluate on"
+            raise ConfigError(f"dataset.path {self.path} {what}; {fix}")
         self.check_run(container)
         self.follow(container)
 

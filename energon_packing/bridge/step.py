@@ -75,10 +75,9 @@ def forward_step(
     packed = batch.get("cu_seqlens_q") is not None
     _refuse_another_model(inner, batch, state.cfg.dataset)
     if packed and return_schedule_plan and not _forwards_batches_whole(step):
-        raise ConfigError(
-            "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan ignores the boundaries of packed rows; "
-            "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
-        )
+        why = "but Bridge's schedule plan ignores the boundaries of packed rows"
+        fix = "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
+        raise ConfigError(f"overlap_moe_expert_parallel_comm is on, {why}; {fix}")
     with contextlib.ExitStack() as added:
         if packed:
             added.callback(log_kernel)
@@ -126,9 +125,8 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
     """
     cp, tp = groups.cp, groups.tp
     if cp.size() > 1:
-        indices = get_packed_seq_cp_partition_indices(
-            params, total_tokens=mask.size(1), cp_size=cp.size(), cp_rank=cp.rank(), device=mask.device, cp_group=cp
-        )
+        part = {"cp_size": cp.size(), "cp_rank": cp.rank(), "cp_group": cp}
+        indices = get_packed_seq_cp_partition_indices(params, total_tokens=mask.size(1), device=mask.device, **part)
         mask = mask.index_select(1, indices)
     if sequence_parallel and tp.size() > 1:
         mask = mask.chunk(tp.size(), dim=1)[tp.rank()]
@@ -161,10 +159,9 @@ def _refuse_graphs(model: Any, step: Any) -> None:
     holds, because ranks must not differ. ``gpt_step`` of 0.7 passes the mask itself, and has its own check."""
     graphs = getattr(get_model_config(model), "cuda_graph_impl", "none")
     if graphs == "transformer_engine" and not _forwards_batches_whole(step):
-        raise ConfigError(
-            "cuda_graph_impl is 'transformer_engine': CUDA graphs bypass the hooks through which the padding mask "
-            "reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule ours/padding-mask-under-graphs)."
-        )
+        why = "CUDA graphs bypass the hooks through which the padding mask reaches the experts"
+        fix = "set cfg.model.cuda_graph_impl to 'none' (rule ours/padding-mask-under-graphs)."
+        raise ConfigError(f"cuda_graph_impl is 'transformer_engine': {why}; {fix}")
 
 
 @contextlib.contextmanager
@@ -172,8 +169,7 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
     """Adds what the host knows to the ``PackedSeqParams`` that the model is called with."""
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
-        params = keywords.get("packed_seq_params")
-        if params is None:
+        if (params := keywords.get("packed_seq_params")) is None:
             return
         if hasattr(params, "pad_between_seqs"):  # the installed Megatron-Core may be older than the field
             params.pad_between_seqs = padded

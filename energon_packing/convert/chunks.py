@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.errors import SampleRejected, UserError, read_again
+from energon_packing.errors import SampleRejected, UserError, read_again, said_of_system
 from energon_packing.remote_files import digest, file_digest, listed, matches, remote_address, shown, status
 
 
@@ -23,7 +23,6 @@ class MemberBytes:
     size: int
 
     def read(self) -> bytes:
-        """The content."""
         return read_again(self.path, self._read)
 
     def _read(self) -> bytes:
@@ -134,11 +133,10 @@ _SHORT, _LONG = 0.05, 0.5
 
 
 ChunkBytes = Callable[[], int]
-"""How large the next chunk should be."""
 
 
 class ChunkSize:
-    """Bytes of the next chunk: few at first, then what takes a worker a moment."""
+    """Bytes of the next chunk: few at first, then what takes a worker a moment. A `ChunkBytes`."""
 
     size = _SMALLEST_CHUNK
 
@@ -146,7 +144,6 @@ class ChunkSize:
         return self.size
 
     def learn(self, seconds: float) -> None:
-        """Takes note of how long a chunk took."""
         wanted = 2 * self.size if seconds < _SHORT else self.size // 2 if seconds > _LONG else self.size
         self.size = min(max(wanted, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
@@ -241,7 +238,7 @@ def hub_blobs(root: Path) -> Path | None:
 def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
     """`_found` for an address."""
     address = shown(source)
-    try:
+    with said_of_system(f"{address} cannot be read"):
         if (file := status(address)) is not None:
             if file.size == 0:
                 raise UserError(f"{address} {_EMPTY}")
@@ -257,8 +254,6 @@ def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
                 if _has_records(path) and not (path.name in _OF_DATASETS and _is_saved_dataset(path.parent, sizes))
             ]
             found = _without_tables(found, left)
-    except OSError as error:
-        raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
     if not found:
         raise UserError(f"{address} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
     return found
@@ -357,7 +352,5 @@ def _is_saved_dataset(directory: Path, files: Iterable[Path]) -> bool:
 
 def source_digest(source: SourceFile) -> str:
     """SHA-256 of a file, hexadecimal."""
-    try:
+    with said_of_system(f"{source.place} cannot be read"):
         return file_digest(source.path) if source.address is None else digest(source.address)
-    except OSError as error:
-        raise UserError(f"{source.place} cannot be read: {error.strerror or error}") from error

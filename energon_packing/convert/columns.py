@@ -29,9 +29,8 @@ def frame_rate(value: Any) -> float | None:
         with suppress(ValueError, OverflowError):
             if SMALLEST_NUMBER <= (rate := float(value)) <= LARGEST_NUMBER:
                 return rate
-    raise SampleRejected(
-        "bad_frames", f"the frame rate of a list of frames is {value!r:.80}, expected a number above 0"
-    )
+    detail = f"the frame rate of a list of frames is {value!r:.80}, expected a number above 0"
+    raise SampleRejected("bad_frames", detail)
 
 
 def frame_times(value: Any, frames: int) -> tuple[float, ...]:
@@ -115,7 +114,6 @@ class MediaReference:
 
     @property
     def files(self) -> tuple[FileReference, ...]:
-        """The files to look at."""
         kind: MediaKind = "image" if self.is_frames else self.kind
         return tuple(FileReference(kind=kind, path=path) for path in self.paths)
 
@@ -192,13 +190,10 @@ def reference_of(
         raise SampleRejected("bad_frames", f"{where!r} holds an empty list of frames")
     timed = {**own, _RATES: rate, _TIMES: times}
     given = frame_rate(first_of(timed, "sample_fps", "fps", _RATES))
-    return MediaReference(
-        kind=kind,
-        paths=tuple(_path(frame, where) for frame in frames),
-        is_frames=True,
-        fps=frame_fps if given is None else given,
-        times=frame_times(first_of(timed, "timestamps", _TIMES), len(frames)),
-    )
+    paths = tuple(_path(frame, where) for frame in frames)
+    seconds = frame_times(first_of(timed, "timestamps", _TIMES), len(frames))
+    fps = frame_fps if given is None else given
+    return MediaReference(kind=kind, paths=paths, is_frames=True, fps=fps, times=seconds)
 
 
 def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> list[MediaReference]:
@@ -281,12 +276,10 @@ def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder
     place = {old: new for new, old in enumerate(order)}
     media.references[:] = [media.references[old] for old in order]
     warnings.append("placeholder_added")
-    return [
-        replace(
-            turn, parts=tuple(MediaPart(index=place[p.index]) if isinstance(p, MediaPart) else p for p in turn.parts)
-        )
-        for turn in changed
-    ]
+    for number, turn in enumerate(changed):
+        parts = tuple(MediaPart(index=place[p.index]) if isinstance(p, MediaPart) else p for p in turn.parts)
+        changed[number] = replace(turn, parts=parts)
+    return changed
 
 
 AUDIO = ("audio", "audios", "input_audio", "sound", "sounds", "speech")
@@ -402,9 +395,8 @@ def check_columns(
         if not says_nothing(value) and applies(value, record, turns):
             raise SampleRejected("unsupported_column", f"the column {name!r} {why.format(name=name, value=value)}")
     if not _AUDIO_COLUMNS.isdisjoint(record) and (count := _count(turns, "<audio>")):
-        raise SampleRejected(
-            "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
-        )
+        detail = f"the text has {count} <audio> placeholder(s), but the record has no audio"
+        raise SampleRejected("placeholder_mismatch", detail)
     for kind, is_frames in sorted({(reference.kind, reference.is_frames) for reference in media}):
         refuse_own_view(others, kind, "unsupported_column", "the record", is_frames=is_frames)
     return unread(record, read)

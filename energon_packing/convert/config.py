@@ -373,8 +373,7 @@ def read_dataset_info(path: Path, name: str) -> NamedDataset:
 
 def _names(entry: Mapping[str, Any], field: str, defaults: Mapping[str, str], where: str) -> dict[str, str]:
     """The names that an entry gives; the defaults if it gives none at all."""
-    given = entry.get(field)
-    if given is None:
+    if (given := entry.get(field)) is None:
         return dict(defaults)
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values() if value is not None):
         raise ConfigError(f"{field} of {where} is not an object of names")

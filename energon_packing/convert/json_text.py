@@ -117,11 +117,8 @@ class _Text:
         self._stream = stream
         # A byte that is not UTF-8 becomes a lone surrogate: only its record is rejected, not the whole file.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-        self.text = ""
-        self.at = 0
-        self.ended = False
-        self._counted_to = 0
-        self._bytes = 0
+        self.text, self.at, self.ended = "", 0, False
+        self._counted_to = self._bytes = 0
 
     def place(self) -> int:
         """Bytes of the stream before `at`."""

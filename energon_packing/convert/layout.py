@@ -86,10 +86,8 @@ def dataset_entry(path: str | Path) -> str:
         raise UserError(f"{path} does not exist; name the directory that 'energon-packing convert' wrote")
     if (place / META_DIRECTORY).is_dir():
         raise UserError(f"{path} is only partly prepared (.nv-meta lacks {INFO_FILE}); run 'energon prepare {path}'")
-    raise UserError(
-        f"{path} is not a data set (it has neither {DATASET_FILE} nor {META_DIRECTORY}); make one with "
-        "'energon-packing convert'"
-    )
+    lacks = f"it has neither {DATASET_FILE} nor {META_DIRECTORY}"
+    raise UserError(f"{path} is not a data set ({lacks}); make one with 'energon-packing convert'")
 
 
 def write_metadataset(
@@ -235,7 +233,6 @@ class IndexWriter:
         (self._meta / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     def close(self) -> None:
-        """Closes the database."""
         self._database.close()
 
 
@@ -363,11 +360,8 @@ def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
 def read_report(directory: Path) -> dict[str, Any] | None:
     """The content of a finished conversion's `conversion.json`; None if there is none or it is not ours."""
     try:
-        address = remote_address(directory)
-        local = address is None
-        value = json.loads(
-            (directory / CONVERSION_FILE).read_bytes() if local else read(f"{address}/{CONVERSION_FILE}")
-        )
+        file, address = directory / CONVERSION_FILE, remote_address(directory)
+        value = json.loads(file.read_bytes() if address is None else read(f"{address}/{CONVERSION_FILE}"))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None
@@ -396,9 +390,8 @@ def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) 
         if old == new and (group != "sources" or [*old] == [*new]):
             continue
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-            return (
-                f"{group} was {old!r} and is {new!r} now (up to 6, splits followed keys; they follow the content now)"
-            )
+            splits = "up to 6, splits followed keys; they follow the content now"
+            return f"{group} was {old!r} and is {new!r} now ({splits})"
         if old == new:
             return "the sources were named in another order"
         name = next(name for name in sorted({*old, *new}) if old.get(name) != new.get(name))

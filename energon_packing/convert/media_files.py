@@ -277,9 +277,8 @@ def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
         if (file := status(address)) is None:
             raise SampleRejected("missing_media", f"{reference!r} does not exist in {root}")
         if file.size > max_bytes:
-            raise SampleRejected(
-                "media_too_large", f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
-            )
+            detail = f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
+            raise SampleRejected("media_too_large", detail)
         return str(local_copy(address, directory))
     except OSError as error:
         fault, why = fault_of(error), f"{reference!r} of {root} cannot be read: {error.strerror or error}"
@@ -439,7 +438,6 @@ class MediaChecker:
             return None
 
     def close(self) -> None:
-        """Closes the journal."""
         for held in (self._journal, self._others, self._index):
             held.close()
 

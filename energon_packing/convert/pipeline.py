@@ -26,29 +26,13 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from energon_packing.conversation import Conversation
+from energon_packing.convert import layout, records, workspace
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
-from energon_packing.convert.layout import (
-    CONVERSION_VERSION,
-    DATASET_FILE,
-    REJECTS_FILE,
-    WARNINGS_FILE,
-    ConversionReport,
-    ignored_entries,
-    media_names,
-    read_report,
-)
+from energon_packing.convert.layout import ConversionReport, ignored_entries, media_names, read_report
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
 from energon_packing.convert.reader import find_yielded
-from energon_packing.convert.records import (
-    encode_record,
-    parse_conversation,
-    parse_record,
-    plain_record,
-    said_in,
-    unlisted,
-)
 from energon_packing.convert.shards import (
     MediaTable,
     PlannedSamples,
@@ -60,20 +44,7 @@ from energon_packing.convert.shards import (
 )
 from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.convert.tables import opened_table
-from energon_packing.convert.workspace import (
-    JOURNAL,
-    check_out,
-    delete_copies,
-    dry_workspace,
-    fetched,
-    finished_report,
-    local_place,
-    partial_directory,
-    publish,
-    store_data_set,
-    workspace,
-)
-from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines
+from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines, said_of_system
 from energon_packing.executors.work import Progress, in_order
 from energon_packing.remote_files import remote_address, shown, status, without_secrets
 
@@ -125,7 +96,6 @@ class Auditing:
         self._spool: BinaryIO | None = None
 
     def begin(self) -> None:
-        """Opens the files of a new worker."""
         for number in count():  # the first that no other worker has, whatever machine it is on
             with suppress(FileExistsError):
                 self._spool = spool_file(self._scratch, number).open("xb")
@@ -135,22 +105,19 @@ class Auditing:
         names = ("extra_columns", "frame_fps", "column_map", "kto_label", "missing_placeholder")
         options: dict[str, Any] = {name: getattr(config, name) for name in names}
         parse = own and own.parse
-        self._parse: Callable[[Any], Any] = parse or partial(parse_record, layout=config.format, **options)
-        self._may_be_plain = (own is None or own.fields is not None) and not (
-            config.extra_columns or config.column_map or config.kto_label
-        )
+        self._parse: Callable[[Any], Any] = parse or partial(records.parse_record, layout=config.format, **options)
+        other_columns = config.extra_columns or config.column_map or config.kto_label
+        self._may_be_plain = (own is None or own.fields is not None) and not other_columns
         self._files = RecordFiles(self._scratch, max_bytes=config.max_media_bytes)
-        self._checker = MediaChecker(config, self._scratch / JOURNAL, self._scratch / f"checks-{number}")
+        self._checker = MediaChecker(config, self._scratch / workspace.JOURNAL, self._scratch / f"checks-{number}")
 
     def close(self) -> None:
-        """Closes the files of the worker that the calling process was."""
         if self._spool is not None:
             self._spool.close()
             self._checker.close()
             opened_table.cache_clear()
 
     def name(self, task: Chunk) -> str:
-        """Of the records."""
         return f"reading {task.source.name} from record {task.first} on"
 
     def do(self, task: Chunk) -> ChunkAudit:
@@ -164,7 +131,7 @@ class Auditing:
         names = self._config.column_map.columns
         contents: list[bytes] = []
         found = read_chunk(task, max_record_bytes=self._config.max_record_bytes, columns=names)
-        for index, raw in enumerate(chain.from_iterable(map(unlisted, found))):
+        for index, raw in enumerate(chain.from_iterable(map(records.unlisted, found))):
             wanted = raw.value
             if "id" in names and isinstance(wanted, dict):
                 wanted = {"id": wanted.get(names["id"])}
@@ -202,20 +169,18 @@ class Auditing:
         config = self._config
         if raw.error is not None:
             raise raw.error
-        if self._may_be_plain and (plain := plain_record(raw.value, config.format)) is not None:
+        if self._may_be_plain and (plain := records.plain_record(raw.value, config.format)) is not None:
             audit.layouts[plain[1]] += 1
             return plain[0], content_sum(plain[2])
         of_reader = isinstance(raw.value, Conversation) and not (config.own_layout and config.own_layout.parse)
-        parsed = parse_conversation(raw.value, config.frame_fps) if of_reader else self._parse(raw.value)
+        parsed = records.parse_conversation(raw.value, config.frame_fps) if of_reader else self._parse(raw.value)
         warnings += parsed.warnings
-        places = [self._files.place(file.path, root, raw.members) for file in parsed.media]
-        checked = [
-            self._checker.check(place, file.kind, file.path) for file, place in zip(parsed.media, places, strict=True)
-        ]
+        places = [(file, self._files.place(file.path, root, raw.members)) for file in parsed.media]
+        checked = [self._checker.check(place, file.kind, file.path) for file, place in places]
         files = [file for file, _ in checked]
         names = [file.name for file in files]
         record = parsed.record(audit.keys[-1], media_names(config.layout, names), files)
-        content, summed = encode_record(record), content_sum(said_in(record), names)
+        content, summed = records.encode_record(record), content_sum(records.said_in(record), names)
         audit.layouts[parsed.layout] += 1
         audit.mentions.update([*parsed.kinds, *filter(None, [parsed.judged])])
         audit.ignored.update(parsed.ignored)
@@ -241,7 +206,7 @@ class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
 
     def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
-        self._config, self.media, self.plan = config, media, plan
+        self.config, self.media, self.plan = config, media, plan
         self._keys, self.splits = KeyAssigner(), SplitAssigner(config.split)
         self._written_of_origin = Counter[int]()
         self._first_reject: dict[int, str] = {}
@@ -286,10 +251,9 @@ class ReadRecords:
         for name, number in audit.ignored.items():
             self.ignored[_counted_as(name, self.ignored, "columns")] += number
         self.splits.add(positions)
-        planned = PlannedSamples(
-            spool=audit.spool, offset=audit.offset, keys=keys, sizes=audit.sizes, positions=positions
-        )
-        apart = self._config.layout == "polylithic"
+        place: Any = {"spool": audit.spool, "offset": audit.offset}
+        planned = PlannedSamples(**place, keys=keys, sizes=audit.sizes, positions=positions)
+        apart = self.config.layout == "polylithic"
         if audit.files:
             self._sources_with_media.add(source.place)
         for file, stamp in audit.files.values():  # in the order of first mention
@@ -310,7 +274,7 @@ class ReadRecords:
         for origin in sorted({source.origin for source in sources}):
             if self._written_of_origin[origin] == 0:
                 first = self._first_reject.get(origin, "it is an empty list")
-                return f"{shown(self._config.sources[origin])} holds no usable record; the first problem: {first}"
+                return f"{shown(self.config.sources[origin])} holds no usable record; the first problem: {first}"
         return None
 
     def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
@@ -344,26 +308,26 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     if config.media_root is not None:
         _check_media_root(config.media_root)
     if not config.dry_run:
-        check_out(config)
+        workspace.check_out(config)
     address = remote_address(config.out)
-    written = (config.out, partial_directory(config.out)) if config.out.name and address is None else ()
+    written = (config.out, workspace.partial_directory(config.out)) if config.out.name and address is None else ()
     notes: list[str] = []
     sources = find_sources(config.sources, exclude=written, notes=notes)
     if config.executor_config.cluster:  # whose workers have other current directories
         sources = [each if each.address else replace(each, path=each.path.absolute()) for each in sources]
-    fingerprint = {"version": CONVERSION_VERSION, "sources": {}, "options": config.fingerprint_options()}
+    fingerprint = {"version": layout.CONVERSION_VERSION, "sources": {}, "options": config.fingerprint_options()}
     if config.resume and not config.dry_run and read_report(config.out) is not None:
         known = {**fingerprint, "sources": {source.place: source_digest(source) for source in sources}}
-        if (finished := finished_report(config, known)) is not None:
+        if (finished := workspace.finished_report(config, known)) is not None:
             return ConversionReport(**{**finished, "out": shown(config.out), "skipped": True})
     if address is not None and not config.dry_run:
         return _convert_to_store(config, address, tell)
     try:
-        with dry_workspace() if config.dry_run else workspace(config, fingerprint) as build:
+        with workspace.dry_workspace() if config.dry_run else workspace.workspace(config, fingerprint) as build:
             report = _build(config, sources, notes, build.absolute(), fingerprint, tell)
             report = replace(report, seconds=round(time.monotonic() - started, 3))
             if not config.dry_run:
-                publish(build, config.out)
+                workspace.publish(build, config.out)
     except MemoryError as error:
         raise UserError("memory has run out; use fewer --workers, and add --resume") from error
     except (OSError, sqlite3.OperationalError) as error:
@@ -375,23 +339,21 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
 
 def _check_media_root(root: Path) -> None:
     address = remote_address(root)
-    try:
+    with said_of_system(f"--media-root {address} cannot be read"):
         # Of an empty directory a store knows nothing, but it must answer.
         wrong = not root.is_dir() if address is None else status(address) is not None
-    except OSError as error:
-        raise UserError(f"--media-root {address} cannot be read: {error.strerror or error}") from error
     if wrong:
         raise UserError(f"--media-root {shown(root)} is not a directory")
 
 
 def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> ConversionReport:
     """Makes the data set on this machine, and copies it to an object store."""
-    local = local_place(address)
+    local = workspace.local_place(address)
     report = convert(replace(config, out=local, overwrite=True), tell)
-    entry = f"{address}/{DATASET_FILE}" if config.layout == "polylithic" else address
+    entry = f"{address}/{layout.DATASET_FILE}" if config.layout == "polylithic" else address
     report = replace(report, out=address, entry=entry, skipped=False)
     report.write(local)
-    store_data_set(local, address, tell)
+    workspace.store_data_set(local, address, tell)
     shutil.rmtree(local.parent)
     return report
 
@@ -421,7 +383,6 @@ _Results = Callable[..., Generator[tuple[Any, Any], None, None]]
 def _build(
     config: ConvertConfig, sources: list[SourceFile], notes: list[str], build: Path, fingerprint: Any, tell: Progress
 ) -> ConversionReport:
-    """Makes the data set in `build`."""
     scratch = build.parent  # goes when the data set is published
     if config.media_root is not None and remote_address(config.media_root) is None:
         config = replace(config, media_root=config.media_root.absolute())
@@ -432,7 +393,7 @@ def _build(
     with ExitStack() as stack:
         media = stack.enter_context(closing(MediaTable(scratch / "media", one_store=config.layout == "polylithic")))
         reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
-        fingerprint["sources"] = _read(config, sources, results, reading, build, tell)
+        fingerprint["sources"] = _read(sources, results, reading, build, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
             if config.dry_run or not media.files:
                 shutil.rmtree(scratch)
@@ -445,7 +406,7 @@ def _build(
             store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
             shards = _write(store, reading, results, reading.identity(fingerprint), tell)
     mentions = reading.mentions
-    entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
+    entry = config.out / layout.DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
         out=shown(config.out) if config.out.name else "",
         entry=shown(entry) if config.out.name else "",
@@ -476,20 +437,15 @@ def _build(
 
 
 def _read(
-    config: ConvertConfig,
-    sources: list[SourceFile],
-    results: _Results,
-    reading: ReadRecords,
-    build: Path,
-    tell: Progress,
+    sources: list[SourceFile], results: _Results, reading: ReadRecords, build: Path, tell: Progress
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
-    total, scratch = sum(source.size for source in sources), build.parent
-    size = ChunkSize()
+    config, total = reading.config, sum(source.size for source in sources)
+    scratch, size = build.parent, ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
-        for source in (fetched(each, scratch) for each in sources):
+        for source in (workspace.fetched(each, scratch) for each in sources):
             options: dict[str, Any] = {"chunk_bytes": size, "digests": digests}
             if config.reader is not None:
                 yield from find_yielded(source, config.reader, **options)
@@ -497,8 +453,8 @@ def _read(
                 yield from find_chunks(source, max_record_bytes=config.max_record_bytes, scratch=scratch, **options)
 
     with (
-        (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
-        (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
+        (build / layout.REJECTS_FILE).open("w", encoding="utf-8") as rejects,
+        (build / layout.WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
         closing(Auditing(config, scratch)) as work,
         closing(results(chunks(), work)) as audits,
     ):
@@ -507,14 +463,14 @@ def _read(
         for chunk, audit in audits:
             if before is not None and chunk.source is not before:
                 done += before.size
-                delete_copies(before, scratch)
+                workspace.delete_copies(before, scratch)
             before = chunk.source
             reading.add(chunk, audit, rejects, warnings)
             size.learn(audit.seconds)
             tell("records", reading.read, 0)
             tell("read", min(done + (chunk.end if chunk.position < 0 else chunk.position), total), total)
     if before is not None:
-        delete_copies(before, scratch)
+        workspace.delete_copies(before, scratch)
     tell("read", total, total)
     return digests
 

@@ -52,10 +52,8 @@ def find_yielded(source: SourceFile, name: str, chunk_bytes: ChunkBytes, digests
     except Exception as error:  # of code that is not ours
         of_reader = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
         at = f", at {Path(of_reader[0].filename).name}:{of_reader[0].lineno}" if of_reader else ""
-        why = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(
-            f"--reader {name} failed on {source.name} after {first + len(held)} records{at}: {why}"
-        ) from error
+        why = f"after {first + len(held)} records{at}: {type(error).__name__}: {one_line(error)}"
+        raise UserError(f"--reader {name} failed on {source.name} {why}") from error
     empty = None if first or held else SampleRejected("empty_file", f"{source.name}: the reader yields no record")
     yield Chunk(source=source, form="yielded", first=first, position=source.size, yielded=tuple(held), error=empty)
     digests[source.place] = file_digest(source.path)
@@ -65,8 +63,7 @@ def read_yielded(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     """Yields every record of a chunk that a reader made."""
     for number, record in enumerate(chunk.yielded, chunk.first):
         if len(record) > max_record_bytes:
-            detail = f"the record has more than {max_record_bytes} bytes"
-            yield chunk.broken(number, detail, "record_too_large")
+            yield chunk.broken(number, f"the record has more than {max_record_bytes} bytes", "record_too_large")
             continue
         try:
             value = pickle.loads(record)

@@ -44,7 +44,7 @@ from energon_packing.convert.columns import (
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
-from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, find_layout, has_turns, unknown_layout
+from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, find_layout, has_turns, unknown_layout, without
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.turns import (
     holds,
@@ -97,10 +97,10 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
     if len(answers) == 1:
         raise _bad(f"the record has only {next(iter(answers))!r}; a pair needs both 'chosen' and 'rejected'")
     chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
-    parts = (
-        _split(chosen, rejected) if common is None else (common, _without(common, chosen), _without(common, rejected))
-    )
-    return RawPair(*parts, columns=((*columns, "chosen")[0], "chosen", "rejected"))
+    if common is None:
+        return RawPair(*_split(chosen, rejected), columns=("chosen", "chosen", "rejected"))
+    answered = _without(common, chosen), _without(common, rejected)
+    return RawPair(common, *answered, columns=(columns[0], "chosen", "rejected"))
 
 
 def _bad(detail: str) -> SampleRejected:
@@ -196,7 +196,6 @@ class ParsedRecord:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each image or video."""
         return tuple(reference.kind for reference in self.references)
 
     @property
@@ -232,17 +231,10 @@ def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | Non
             raise SampleRejected("unequal_frames", f"frame {number} of a list {sizes}")
     rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else fps or DEFAULT_FRAME_FPS
     rate = min(max(rate, SMALLEST_NUMBER), LARGEST_NUMBER)
-    return Media(
-        kind="video",
-        name=frames[0][0],
-        width=width,
-        height=height,
-        frames=len(frames),
-        fps=rate,
-        duration=min(max(len(frames) / rate, SMALLEST_NUMBER), LARGEST_NUMBER),
-        frame_names=tuple(name for name, _ in frames),
-        frame_times=times,
-    )
+    names = tuple(name for name, _ in frames)
+    seconds = min(max(len(frames) / rate, SMALLEST_NUMBER), LARGEST_NUMBER)
+    shape: Any = {"width": width, "height": height, "frames": len(frames), "fps": rate, "duration": seconds}
+    return Media(kind="video", name=names[0], **shape, frame_names=names, frame_times=times)
 
 
 def parse_record(
@@ -464,12 +456,8 @@ def said_in(record: Mapping[str, Any]) -> bytes:
     extra values are left out; records that are no conversations say all that they hold but names of files."""
     if "turns" in record:
         return encode_record({name: record[name] for name in _SAID if name in record})
-    return encode_record(
-        {
-            name: {field: value for field, value in part.items() if field != "name"} if isinstance(part, dict) else part
-            for name, part in record.items()
-        }
-    )
+    unnamed = {name: without(part, "name") if isinstance(part, dict) else part for name, part in record.items()}
+    return encode_record(unnamed)
 
 
 _COLUMNS = frozenset(("id", "messages", "conversations", "system", "tools"))

@@ -15,16 +15,10 @@ from typing import Any, BinaryIO, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from energon_packing.convert import layout
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import Positions
-from energon_packing.convert.layout import (
-    MEDIA_DIRECTORY,
-    TEXT_DIRECTORY,
-    IndexWriter,
-    media_names,
-    open_scratch,
-    write_metadataset,
-)
+from energon_packing.convert.layout import IndexWriter, media_names, open_scratch, write_metadataset
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.convert.media_files import Stamp, StoredMedia, open_regular
 from energon_packing.errors import UserError, fault_of, read_again
@@ -92,7 +86,6 @@ class StoredFile:
 
     @classmethod
     def of(cls, file: StoredMedia, stamp: Stamp) -> Self:
-        """The file as it was checked."""
         digest = file.name.partition(".")[0]
         return cls(name=file.name, path=file.path, stamp=stamp, metadata=file.metadata, digest=digest)
 
@@ -216,7 +209,6 @@ class Writing:
             index.write(offsets.tobytes())
 
     def name(self, task: tuple[Path, ShardPiece]) -> str:
-        """Of the shard."""
         return f"writing {task[1].name}"
 
 
@@ -255,7 +247,6 @@ class SamplePlan:
         self._stream = path.open("w+b")
 
     def add(self, samples: PlannedSamples) -> None:
-        """Appends samples."""
         # A pickle that this process wrote a moment ago into its own directory.
         pickle.dump(samples, self._stream, pickle.HIGHEST_PROTOCOL)
 
@@ -269,7 +260,6 @@ class SamplePlan:
             yield samples
 
     def close(self) -> None:
-        """Closes the file."""
         self._stream.close()
 
 
@@ -289,7 +279,6 @@ class MediaTable:
         """Distinct files so far."""
 
     def close(self) -> None:
-        """Closes the file."""
         self._database.close()
 
     def add(self, file: StoredMedia, stamp: Stamp) -> int:
@@ -313,9 +302,8 @@ class MediaTable:
         query = "SELECT digest, name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
         with closing(self._database.execute(query)) as found:
             for digest, name, path, *stamp, kind, content in found:
-                metadata = None if kind is None else (kind, content)
-                place, stamped = os.fsdecode(path), Stamp(*stamp)
-                first = StoredFile(name=name, path=place, stamp=stamped, metadata=metadata, digest=digest)
+                checked: Any = {"stamp": Stamp(*stamp), "metadata": None if kind is None else (kind, content)}
+                first = StoredFile(name=name, path=os.fsdecode(path), digest=digest, **checked)
                 yield [first, *self._named.get(digest, ())]
 
 
@@ -333,7 +321,6 @@ class _Tars:
 
     @property
     def number(self) -> int:
-        """Number of the open tar in the data set."""
         return self._first + len(self.counts) - 1
 
     def sample(self) -> tuple[ShardPiece, int]:
@@ -375,18 +362,17 @@ class SampleStore:
         self._config, self._media, self.build = config, media, build
         self._subflavors = SUBFLAVORS if config.own_layout is None else config.own_layout.subflavors
         self._apart = config.layout == "polylithic"
-        directory = build / TEXT_DIRECTORY if self._apart else build
+        directory = build / layout.TEXT_DIRECTORY if self._apart else build
         self._index = IndexWriter(directory)
         self._splits: list[_Tars] = []
         first = 0
         for split, count in counts.items():
             self._splits.append(_Tars(directory, split, first))
             first += -(-count // config.samples_per_shard)
-        self._media_tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
-        self._media_index = IndexWriter(build / MEDIA_DIRECTORY) if self._apart and media.files else None
+        self._media_tars = _Tars(build / layout.MEDIA_DIRECTORY, "media", 0)
+        self._media_index = IndexWriter(build / layout.MEDIA_DIRECTORY) if self._apart and media.files else None
 
     def close(self) -> None:
-        """Closes the indexes."""
         for index in filter(None, (self._index, self._media_index)):
             index.close()
 

@@ -20,25 +20,13 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from energon_packing.convert.chunks import (
-    DELIMITERS,
-    LINES,
-    TABLE_SUFFIXES,
-    TAR_SUFFIX,
-    TEXT_SUFFIX,
-    Chunk,
-    ChunkBytes,
-    Form,
-    RawRecord,
-    SourceFile,
-    one_line,
-    suffix_of,
-)
+from energon_packing.convert import chunks
+from energon_packing.convert.chunks import Chunk, ChunkBytes, Form, RawRecord, SourceFile, one_line, suffix_of
 from energon_packing.convert.json_text import DigestingReader, iterate_array, parse_json, parse_quickly
 from energon_packing.convert.reader import read_yielded
 from energon_packing.convert.tables import find_cells, find_rows, read_cells, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
-from energon_packing.errors import FULL, SampleRejected, UserError
+from energon_packing.errors import FULL, SampleRejected, UserError, said_of_system
 from energon_packing.remote_files import file_digest
 
 _BOM = b"\xef\xbb\xbf"
@@ -78,7 +66,7 @@ def find_chunks(
         if size or damage is None:
             for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
                 yield replace(chunk, source=source, path=copy.path, position=source.size * chunk.end // max(size, 1))
-        if damage is not None and (suffix != TAR_SUFFIX or not size):
+        if damage is not None and (suffix != chunks.TAR_SUFFIX or not size):
             yield Chunk(source=source, form="lines", error=damage)
         digests[source.place] = file_digest(source.path)
     except OSError as problem:
@@ -118,10 +106,8 @@ def _unpacking(
     try:
         import zstandard
     except ImportError as error:
-        raise UserError(
-            f"{name} is compressed with zstd, which needs the package zstandard; run pip install "
-            "'.[convert]' in the checkout, or unpack the file"
-        ) from error
+        fix = "run pip install '.[convert]' in the checkout, or unpack the file"
+        raise UserError(f"{name} is compressed with zstd, which needs the package zstandard; {fix}") from error
     return _frames(packed, zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)), (zstandard.ZstdError, EOFError)
 
 
@@ -145,8 +131,8 @@ def _found(
     damage: SampleRejected | None = None,
 ) -> Generator[Chunk, None, str]:
     """Yields the chunks of a file that is not compressed; returns its digest."""
-    if suffix in TABLE_SUFFIXES or suffix == TAR_SUFFIX:
-        of_tar = suffix == TAR_SUFFIX
+    if suffix in chunks.TABLE_SUFFIXES or suffix == chunks.TAR_SUFFIX:
+        of_tar = suffix == chunks.TAR_SUFFIX
         yield from find_samples(source, chunk_bytes, damage) if of_tar else find_rows(source, chunk_bytes)
         return file_digest(source.path)
     with source.path.open("rb") as stream:
@@ -176,18 +162,16 @@ def _look(
     stream.seek(start)
     if first == b"":
         return "lines", 0, SampleRejected("empty_file", f"{source.name}: the file is empty")
-    if suffix == TEXT_SUFFIX:
+    if suffix == chunks.TEXT_SUFFIX:
         line = b""
         while first == b"{" and not line:
             line = stream.readline(max_record_bytes).strip()
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
-                raise UserError(
-                    f"{source.name} holds JSON Lines, and of a {TEXT_SUFFIX} file each line would be trained as a "
-                    "document; rename it to .jsonl"
-                )
+                why = f"of a {chunks.TEXT_SUFFIX} file each line would be trained as a document; rename it to .jsonl"
+                raise UserError(f"{source.name} holds JSON Lines, and {why}")
         return "text", start, None
-    if suffix in DELIMITERS:
+    if suffix in chunks.DELIMITERS:
         return "cells", start, None
     if first == b"[":
         return "array", start, None
@@ -198,8 +182,7 @@ def _look(
 def _find_lines(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes, form: Form = "lines"
 ) -> Iterator[Chunk]:
-    number = 1
-    start = reader.position
+    number, start = 1, reader.position
     while block := reader.read(chunk_bytes()):
         lines = block.count(b"\n")
         # A line of any length is passed over in pieces, never held.
@@ -213,8 +196,7 @@ def _find_lines(
 def _find_elements(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
-    before = reader.position
-    wanted = chunk_bytes()
+    before, wanted = reader.position, chunk_bytes()
     start: int | None = None
     first = end = number = 0
     error: SampleRejected | None = None
@@ -247,8 +229,7 @@ def _unread(source: SourceFile, at: int, records: int) -> str:
 def _find_object(
     source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
 ) -> Iterator[Chunk]:
-    start = reader.position
-    size = len(reader.read(max_record_bytes + 1))
+    start, size = reader.position, len(reader.read(max_record_bytes + 1))
     error: SampleRejected | None = None
     if size > max_record_bytes:
         detail = f"one JSON object of more than {max_record_bytes} bytes; expected an array of records or JSON Lines"
@@ -273,24 +254,22 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str
     Raises UserError: the file cannot be read."""
     source = chunk.source
     if chunk.error is not None:
-        where = source.name if chunk.form in LINES else chunk.where(chunk.first)
+        where = source.name if chunk.form in chunks.LINES else chunk.where(chunk.first)
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
         return
-    try:
+    with said_of_system(f"{source.path} cannot be read"):
         if (read := _READ.get(chunk.form)) is not None:
             yield from read(chunk, max_record_bytes=max_record_bytes)
             return
         with (chunk.path or source.path).open("rb") as stream:
             stream.seek(chunk.start)
-            if chunk.form in LINES:
+            if chunk.form in chunks.LINES:
                 yield from _read_lines(chunk, stream, max_record_bytes)
                 return
             if chunk.form == "cells":
                 yield from read_cells(chunk, stream, max_record_bytes, columns)
                 return
             text = stream.read(chunk.end - chunk.start)
-    except OSError as error:
-        raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
     if chunk.form == "object":
         yield _parsed(chunk, 0, text)
         return

@@ -127,10 +127,9 @@ class _Table:
         try:
             import pyarrow
         except ImportError as error:
-            raise UserError(
-                f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
-                "'.[convert]' in the checkout, or save the records as JSON Lines"
-            ) from error
+            fix = "run pip install '.[convert]' in the checkout, or save the records as JSON Lines"
+            needs = f"the format {_kind(path)}, which needs the package pyarrow"
+            raise UserError(f"{path} holds rows in {needs}; {fix}") from error
         self._arrow: Any = pyarrow
         self._source = pyarrow.memory_map(str(path))
         self._file: Any = None  # of Parquet

@@ -64,10 +64,8 @@ def _read(content: bytes, where: str) -> Any:
     try:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(content), 1):
             if instruction.name not in OF_LISTS:
-                why = "only lists of bytes are read, so store encoded files"
-                raise SampleRejected(
-                    "unsafe_pickle", f"{where}: the pickle has the instruction {instruction.name}; {why}"
-                )
+                why = f"{instruction.name}; only lists of bytes are read, so store encoded files"
+                raise SampleRejected("unsafe_pickle", f"{where}: the pickle has the instruction {why}")
             if count > _MOST_INSTRUCTIONS:
                 raise SampleRejected("unsafe_pickle", f"{where}: the pickle has more than {count - 1} instructions")
             if instruction.name in _PUTS and isinstance(argument, int) and argument > count:
@@ -144,9 +142,8 @@ def _samples(path: Path) -> Iterator[Sample]:
                 members = []
             key = name
             if len(members) <= _MOST_MEMBERS:  # one more shows that there are too many
-                members.append(
-                    MemberBytes(path=str(path), name=member.name, offset=member.offset_data, size=member.size)
-                )
+                place: Any = {"offset": member.offset_data, "size": member.size}
+                members.append(MemberBytes(path=str(path), name=member.name, **place))
         if members:
             yield key, tuple(members)
         # A header that cannot be read ends the loop without a word, as the block of zeros at the end does.

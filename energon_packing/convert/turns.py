@@ -8,29 +8,10 @@ from typing import Any
 
 from energon_packing.chat.thinking import tagged
 from energon_packing.conversation import MediaKind, MediaPart, Part, Role, Turn
-from energon_packing.convert.columns import (
-    AUDIO,
-    FRAME_TIMING,
-    LABELS,
-    RecordMedia,
-    always,
-    is_preference_label,
-    reference_of,
-    refuse_own_view,
-)
-from energon_packing.convert.fields import (
-    LOSS_FIELDS,
-    ROLE_OF,
-    ROLE_OF_TEXT,
-    THINKING_FIELDS,
-    expect,
-    first_of,
-    kind_of,
-    loss_weight,
-    says_nothing,
-    thinking_of,
-    unread,
-)
+from energon_packing.convert import columns
+from energon_packing.convert import fields as record_fields
+from energon_packing.convert.columns import RecordMedia, always, is_preference_label, reference_of, refuse_own_view
+from energon_packing.convert.fields import expect, first_of, kind_of, loss_weight, says_nothing, thinking_of, unread
 from energon_packing.convert.json_text import parse_part
 from energon_packing.errors import SampleRejected
 
@@ -183,7 +164,7 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
             pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
         elif isinstance(path, list):
             pieces.append(media.add(reference_of({**part, "frames": path}, media_kind, kind, media.frame_fps)))
-            read.update(FRAME_TIMING)
+            read.update(columns.FRAME_TIMING)
         else:
             pieces.append(media.add(reference_of(path, media_kind, kind, media.frame_fps)))
         media.ignore(part, read, f"{column}[]")
@@ -194,7 +175,7 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
 
 _CALLS = ("tool_calls", "function_call")
 _MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
-    (AUDIO, always, "but audio is not supported"),
+    (columns.AUDIO, always, "but audio is not supported"),
     (
         ("image", "images", "image_url", "video", "videos", "video_url"),
         always,
@@ -208,7 +189,7 @@ _MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool]
         "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained",
     ),
     (
-        LABELS,
+        columns.LABELS,
         lambda value, message: is_preference_label(value),
         "a preference label, which is not supported; a weight of 0 excludes a message from training",
     ),
@@ -220,7 +201,7 @@ _MEANINGS: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool]
     (("tool_plan",), always, "which is not read; thinking belongs in 'reasoning_content'"),
     (
         ("reasoning_details",),
-        lambda value, message: not any(message.get(name) for name in THINKING_FIELDS),
+        lambda value, message: not any(message.get(name) for name in record_fields.THINKING_FIELDS),
         "which is not read; thinking belongs in 'reasoning_content'",
     ),
 )
@@ -252,7 +233,7 @@ def read_turns(
                 type(content) is str
                 and content
                 and type(role_name) is str
-                and (role := ROLE_OF_TEXT.get(role_name)) is not None
+                and (role := record_fields.ROLE_OF_TEXT.get(role_name)) is not None
                 and not content.isspace()
                 and "<image>" not in content
                 and "<video>" not in content
@@ -271,9 +252,10 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
     role_field, content_field = fields
     expect(message, dict, "non_string_value", f"turn {number} is", "an object")
     role_name = message.get(role_field)
-    role = ROLE_OF.get(role_name) if isinstance(role_name, str) else None
+    role = record_fields.ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
-        raise SampleRejected("unknown_role", f"turn {number} has the role {role_name!r}; known: {', '.join(ROLE_OF)}")
+        known = ", ".join(record_fields.ROLE_OF)
+        raise SampleRejected("unknown_role", f"turn {number} has the role {role_name!r}; known: {known}")
     _check_fields(message, number, fields, role, media, column)
     content = message.get(content_field)
     calls: tuple[dict[str, Any], ...] = ()
@@ -341,9 +323,9 @@ def _check_fields(
 @cache
 def _fields_read(names: tuple[str, str], role: Role) -> frozenset[str]:
     """Fields of a message that have a meaning, whether or not this one has them."""
-    read = {*names, *LOSS_FIELDS}
+    read = {*names, *record_fields.LOSS_FIELDS}
     if role == "assistant":
-        read.update(_CALLS, THINKING_FIELDS)
+        read.update(_CALLS, record_fields.THINKING_FIELDS)
     elif role == "tool":
         read.add("tool_call_id")
     return frozenset(read)

@@ -18,25 +18,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from energon_packing import remote_files
+from energon_packing.convert import layout
 from energon_packing.convert.chunks import SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.layout import (
-    CONVERSION_FILE,
-    DATASET_FILE,
-    META_DIRECTORY,
-    fingerprint_difference,
-    read_report,
-)
+from energon_packing.convert.layout import fingerprint_difference, read_report
 from energon_packing.convert.media_files import FETCHED
 from energon_packing.convert.sources import unpacked
-from energon_packing.errors import UserError, fault_of
+from energon_packing.errors import UserError, fault_of, said_of_system
 from energon_packing.line_file import lock
 from energon_packing.remote_files import (
     digest,
     file_digest,
     listed,
     local_copy,
-    private_directory,
     remote_address,
     remove,
     shown,
@@ -64,7 +59,7 @@ def check_out(config: ConvertConfig) -> None:
     out, place = config.out, shown(config.out)
     sources = [*config.sources, *filter(None, [config.media_root])]
     report = read_report(out)
-    try:
+    with said_of_system(f"--out {place} cannot be looked at"):
         if (address := remote_address(out)) is None:
             if out.name in ("", ".."):
                 raise UserError(f"--out {out} has no name of its own; name a directory to create")
@@ -79,8 +74,6 @@ def check_out(config: ConvertConfig) -> None:
             is_filled = not is_file and status(f"{address}/{MARK}") is None and bool(listed(address))
             ours, theirs = f"{address}/", [f"{root}/" for root in filter(None, map(remote_address, sources))]
             inside = [Path(root) for root in theirs if root.startswith(ours) or ours.startswith(root)]
-    except OSError as error:
-        raise UserError(f"--out {place} cannot be looked at: {error.strerror or error}") from error
     if inside:
         wrong = f"and {shown(inside[0])} lie in each other; choose another place"
     elif is_file:
@@ -116,7 +109,7 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
     """
     partial = partial_directory(config.out)
     with ExitStack() as stack:
-        try:
+        with said_of_system(f"--out {config.out} cannot be written"):
             left = set(os.listdir(partial)) if partial.exists() else set()
             if left - {_LOCK} and _STATE not in left:
                 raise UserError(f"{partial} is in the way and was not made by convert; move it away")
@@ -136,9 +129,7 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
             _clear(partial, keep_journal=config.resume and same)
             if not same:  # on a full disk, writing it again would lose it, and the journal with it
                 (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
-            build = _built_in(partial)
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from error
+            (build := partial / "build").mkdir()
         yield build
 
 
@@ -155,16 +146,11 @@ def dry_workspace() -> Iterator[Path]:
         try:
             if own:
                 signal.signal(signal.SIGTERM, end)
-            yield _built_in(Path(scratch))
+            (build := Path(scratch, "build")).mkdir()
+            yield build
         finally:
             if own:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _built_in(partial: Path) -> Path:
-    build = partial / "build"
-    build.mkdir()
-    return build
 
 
 def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
@@ -200,9 +186,8 @@ def publish(build: Path, out: Path) -> None:
     except OSError as error:
         if old.is_dir() and not out.exists():
             os.rename(old, out)
-        raise UserError(
-            f"the data set is complete in {build}, but cannot be moved to {out}: {error.strerror or error}"
-        ) from error
+        why = f"but cannot be moved to {out}: {error.strerror or error}"
+        raise UserError(f"the data set is complete in {build}, {why}") from error
     shutil.rmtree(partial)
 
 
@@ -228,11 +213,9 @@ def delete_copies(source: SourceFile, scratch: Path) -> None:
 
 def local_place(address: str) -> Path:
     """Where the data set is made: the same directory of this machine for the same address, and for nobody else."""
-    place = private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
-    try:
+    place = remote_files.private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
+    with said_of_system(f"{place} cannot be written", "; point TMPDIR elsewhere"):
         place.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{place} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
     return place
 
 
@@ -243,8 +226,9 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
     sizes = {name: (local / name).stat().st_size for name in names}
     done, total = 0, sum(sizes.values())
     progress("store", done, total)
-    try:
-        store(local / CONVERSION_FILE, f"{address}/{MARK}")
+    complete = f"the data set is complete in {local}, but --out {address} cannot be written"
+    with said_of_system(complete, "; start again with --resume"):
+        store(local / layout.CONVERSION_FILE, f"{address}/{MARK}")
         before = {name for name, _ in listed(address)} - {MARK}
         for name in sorted(filter(_order, before)):  # else it would describe other shards
             remove(f"{address}/{name}")
@@ -258,15 +242,10 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
         gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
         for name in (*gone, MARK):
             remove(f"{address}/{name}")
-    except OSError as error:
-        raise UserError(
-            f"the data set is complete in {local}, but --out {address} cannot be written: {error.strerror or error}; "
-            "start again with --resume"
-        ) from error
 
 
 def _order(name: str) -> int:
     """Shards first, then what describes them, and last what says that all is complete."""
-    if name == CONVERSION_FILE:
+    if name == layout.CONVERSION_FILE:
         return 3
-    return 2 if name == DATASET_FILE else 1 if META_DIRECTORY in name.split("/") else 0
+    return 2 if name == layout.DATASET_FILE else 1 if layout.META_DIRECTORY in name.split("/") else 0

@@ -148,10 +148,8 @@ def decodable(measured: Measured, config: EncoderConfig) -> Measured:
         for media, plan in zip(measured.media, measured.plans, strict=True)
     )
     if size > config.max_decoded_bytes:
-        raise SampleRejected(
-            "media_too_large",
-            f"the decoded media take {size} bytes, over encoder.max_decoded_bytes={config.max_decoded_bytes}",
-        )
+        limit = f"encoder.max_decoded_bytes={config.max_decoded_bytes}"
+        raise SampleRejected("media_too_large", f"the decoded media take {size} bytes, over {limit}")
     return measured
 
 

@@ -54,21 +54,17 @@ class ConversationEncoder(SampleEncoder):
         self.family = build_family(self.processor, config)
         self.tokenizer = self.family.tokenizer
         if clash := sorted(set(config.extra_fields) & {field.name for field in self.family.token_fields}):
-            raise ConfigError(
-                f"encoder.extra_fields names {clash[0]!r}, which the family {self.family.name} makes itself; rename it."
-            )
+            own = f"which the family {self.family.name} makes itself; rename it."
+            raise ConfigError(f"encoder.extra_fields names {clash[0]!r}, {own}")
         chosen = modality or config.modality
         self.kinds = frozenset(MODALITIES[chosen])
         missing = sorted(self.kinds - set(self.family.placeholders))
         if missing and chosen != "mixed":
-            raise ConfigError(
-                f"encoder.modality is {chosen!r}, but the family {self.family.name} does not accept {missing[0]}s."
-            )
+            refused = f"the family {self.family.name} does not accept {missing[0]}s."
+            raise ConfigError(f"encoder.modality is {chosen!r}, but {refused}")
         if not getattr(self.tokenizer, "is_fast", False):
-            raise ConfigError(
-                f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
-                "Convert it with transformers (tokenizer.json)."
-            )
+            why = "labels need character offsets. Convert it with transformers (tokenizer.json)."
+            raise ConfigError(f"{type(self.tokenizer).__name__} is not a fast tokenizer; {why}")
         source = getattr(self.processor, "chat_template", None)
         source = source if isinstance(source, str) else None  # several by name
         if config.chat_template is not None:
@@ -170,7 +166,7 @@ class ConversationEncoder(SampleEncoder):
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
         (fitted,) = fit([conversation], self._measure, self._resizer, bounds, self.template.trained_turns)
-        return self._enough_targets(decodable(fitted, self.config))
+        return enough_targets(decodable(fitted, self.config), self.config.limits.min_active_ratio)
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
         """Renders and tokenizes conversations together, which is quicker; `measure` finds it done. Errors are left for
@@ -204,11 +200,9 @@ class ConversationEncoder(SampleEncoder):
         for answer in answers:
             check_reserved(answer, self.family.reserved)
         chosen, rejected = fit(answers, self._measure, self._resizer, Bounds(limits=self.config.limits), None)
-        return MeasuredPair(
-            key=conversation.key,
-            chosen=self._enough_targets(decodable(chosen, self.config)),
-            rejected=self._enough_targets(rejected),
-        )
+        least = self.config.limits.min_active_ratio
+        chosen, rejected = enough_targets(decodable(chosen, self.config), least), enough_targets(rejected, least)
+        return MeasuredPair(key=conversation.key, chosen=chosen, rejected=rejected)
 
     def split(
         self,
@@ -255,18 +249,12 @@ class ConversationEncoder(SampleEncoder):
         for piece in pieces:
             try:
                 if family.plans(piece.media) != piece.plans:  # LLaVA-OneVision cuts an image that is alone into tiles
-                    raise SampleRejected(
-                        "oversize",
-                        f"a row holds only some of the sample's media, and the family {family.name} makes something "
-                        "else of these than of all together",
-                    )
-                checked.append(self._enough_targets(piece))
+                    why = f"and the family {family.name} makes something else of these than of all together"
+                    raise SampleRejected("oversize", f"a row holds only some of the sample's media, {why}")
+                checked.append(enough_targets(piece, self.config.limits.min_active_ratio))
             except SampleRejected as error:
                 checked.append(error)
         return MeasuredSplit(key=measured.key, length=measured.length, pieces=tuple(checked))
-
-    def _enough_targets(self, measured: Measured) -> Measured:
-        return enough_targets(measured, self.config.limits.min_active_ratio)
 
     def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
         prepared = None if settings else self._prepared.pop(id(conversation), None)
@@ -283,10 +271,8 @@ class ConversationEncoder(SampleEncoder):
         positions = np.flatnonzero(np.isin(ids, self._run_ids)).astype(np.int32)
         lengths = np.array([run for plan in plans for run in plan.runs], dtype=np.int32)
         if len(positions) != len(lengths):
-            raise SampleRejected(
-                "placeholder_mismatch",
-                f"the text has {len(positions)} runs of media tokens, but {len(lengths)} were measured",
-            )
+            detail = f"the text has {len(positions)} runs of media tokens, but {len(lengths)} were measured"
+            raise SampleRejected("placeholder_mismatch", detail)
         return Measured(
             key=conversation.key,
             token_ids=ids,
@@ -371,9 +357,8 @@ class ConversationEncoder(SampleEncoder):
     def _check_modality(self, conversation: Conversation) -> None:
         if not self.accepts(conversation):
             others = sorted({media.kind for media in conversation.media} - self.kinds)
-            raise SampleRejected(
-                "other_modality", f"the conversation has {' and '.join(others)}; this encoder takes {self.takes}"
-            )
+            detail = f"the conversation has {' and '.join(others)}; this encoder takes {self.takes}"
+            raise SampleRejected("other_modality", detail)
 
     @property
     def takes(self) -> str:
@@ -396,10 +381,9 @@ class _OfModality(ConversationEncoder):
 
     def __init__(self, config: EncoderConfig, *, processor: Any = None) -> None:
         if config.modality not in ("mixed", self.modality):
-            raise ConfigError(
-                f"encoder.modality is {config.modality!r}, but {type(self).__name__} takes {self.modality!r}; "
-                "leave it out, or use the encoder of that modality."
-            )
+            own = f"{type(self).__name__} takes {self.modality!r}"
+            fix = "leave it out, or use the encoder of that modality."
+            raise ConfigError(f"encoder.modality is {config.modality!r}, but {own}; {fix}")
         super().__init__(config, processor=processor, modality=self.modality)
 
 
@@ -440,11 +424,8 @@ def takes(model: Any, name: str) -> bool:
 def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
     """Refuses a model (ConfigError) whose forward does not take what the family's processor made for it: the fields
     ``names``."""
-    untaken = [name for name in names if not takes(model, name)]
-    if untaken:
+    if untaken := [name for name in names if not takes(model, name)]:
         config = encoder()
-        raise ConfigError(
-            f"The family {build_family(load_processor(config), config).name} needs {', '.join(untaken)}, but "
-            f"{type(innermost(model)).__name__}.forward does not take it; use the processor that belongs to the model "
-            "(encoder.processor)."
-        )
+        needs = f"The family {build_family(load_processor(config), config).name} needs {', '.join(untaken)}"
+        fix = "use the processor that belongs to the model (encoder.processor)."
+        raise ConfigError(f"{needs}, but {type(innermost(model)).__name__}.forward does not take it; {fix}")

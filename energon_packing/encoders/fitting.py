@@ -43,8 +43,7 @@ class Resizer:
 
     def family(self, settings: Settings) -> VisionFamily:
         """Returns the run's family with other upper limits."""
-        family = self._try(settings)
-        if family is None:
+        if (family := self._try(settings)) is None:
             raise ConfigError(f"The family {self._family.name} cannot be limited to {dict(settings)}.")
         return family
 
@@ -88,9 +87,8 @@ class Resizer:
         def lowered(steps: int) -> Settings:
             return tuple((name, values[max(0, len(values) - 1 - steps)]) for name, values in ladders)
 
-        steps = _smallest(
-            1, max(len(values) - 1 for _, values in ladders), lambda steps: tokens(lowered(steps), most + 1) <= most
-        )
+        longest = max(len(values) - 1 for _, values in ladders)
+        steps = _smallest(1, longest, lambda steps: tokens(lowered(steps), most + 1) <= most)
         return None if steps is None else (*settings, *lowered(steps))
 
     def _ladder(self, name: str) -> tuple[int, ...]:
@@ -103,8 +101,7 @@ class Resizer:
         return self._ladders[name]
 
     def _plans(self, media: Sequence[Media], settings: Settings) -> tuple[MediaPlan, ...] | None:
-        family = self._try(settings)
-        if family is None:
+        if (family := self._try(settings)) is None:
             return None
         try:
             return family.plans(media)
@@ -224,10 +221,9 @@ def fit(
         if over is None or action == "drop":
             break
         if action == "raise":
-            raise ConfigError(
-                f"{'Sample' if choose else 'The pair'} {answers[0].key} has {over.detail}. Raise the limit, or name "
-                "another action in encoder.limits.when_over."
-            )
+            fix = "Raise the limit, or name another action in encoder.limits.when_over."
+            sample = f"{'Sample' if choose else 'The pair'} {answers[0].key}"
+            raise ConfigError(f"{sample} has {over.detail}. {fix}")
         if action == "resize":
             measured = _noted(measured, resized(answers, measured, measure, resizer, own), over, answers[0])
         elif choose is not None:
@@ -251,8 +247,7 @@ def resized(
     if limits.max_images is not None and count("images", measured) > limits.max_images:
         return None
     if limits.max_frames is not None and count("frames", measured) > limits.max_frames:
-        settings = resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)
-        if settings is None:
+        if (settings := resizer.fewer_frames(media, measured[0].settings, limits.max_frames // copies)) is None:
             return None
         measured = [measure(answer, settings) for answer in answers]
     visual = count("visual_tokens", measured)
@@ -261,8 +256,7 @@ def resized(
         visual if limits.max_tokens is None else limits.max_tokens - (count("tokens", measured) - visual),
     )
     if visual > room:
-        settings = resizer.fewer_tokens(media, measured[0].settings, room // copies)
-        if settings is None:
+        if (settings := resizer.fewer_tokens(media, measured[0].settings, room // copies)) is None:
             return None
         measured = [measure(answer, settings) for answer in answers]
     return list(measured) if bounds.excess(*measured) is None else None

@@ -38,8 +38,7 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
         for row in rows
     ]
     rows = videos_as_images(filled)
-    names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
-    if not names:
+    if not (names := {name for row in rows for name in row.get(PADDED_MEDIA, ())}):
         return rows
     result = [dict(row) for row in rows]
     for name in sorted(names):
@@ -50,9 +49,8 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
                 images = without_padding(visual[name], visual[form.sizes])
                 row["visual_inputs"] = {**visual, name: torch.cat([image.flatten() for image in images])}
         holding = [row for row in holding if row["visual_inputs"][name].dim() > 1]
-        height, width = (
-            max((row["visual_inputs"][name].shape[axis] for row in holding), default=0) for axis in (-2, -1)
-        )
+        shapes = [row["visual_inputs"][name].shape for row in holding]
+        height, width = (max((shape[axis] for shape in shapes), default=0) for axis in (-2, -1))
         for row in holding:
             images = row["visual_inputs"][name]
             missing = (0, width - images.shape[-1], 0, height - images.shape[-2])

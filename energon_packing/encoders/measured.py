@@ -18,12 +18,10 @@ class OneSegment:
 
     @property
     def segments(self) -> tuple[Self, ...]:
-        """The rows that this sample becomes: itself."""
         return (self,)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
         return (self.length,)
 
 
@@ -64,7 +62,6 @@ class Measured(OneSegment):
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """One line."""
         return f"Measured({self.key}: {self.length} tokens, {self.targets} targets, {len(self.media)} media)"
 
     @property
@@ -111,7 +108,6 @@ class MeasuredPair:
 
     @property
     def segments(self) -> tuple[Measured, ...]:
-        """The rows that this sample becomes."""
         return (self.chosen, self.rejected)
 
     @property
@@ -131,15 +127,12 @@ class MeasuredPair:
 
     @property
     def patches(self) -> int:
-        """Rows of the vision encoder's input for both answers."""
         return self.chosen.patches + self.rejected.patches
 
     @property
     def images(self) -> int:
-        """Images that the vision encoder sees for both answers."""
         return self.chosen.images + self.rejected.images
 
     @property
     def changes(self) -> tuple[tuple[str, str], ...]:
-        """How the pair differs from its record, for the ledger."""
         return (*self.chosen.changes, *self.rejected.changes)

@@ -68,11 +68,9 @@ def split(
         fitting = bisect_left(ends, True, first, key=lambda end: not fits(*sizes.between(start, end)))
         if fitting == first:
             tokens, images, patches, *_ = sizes.between(start, ends[first])
-            raise SampleRejected(
-                "oversize",
-                f"{measured.length} tokens cannot be split: one part that must stay whole has {tokens} tokens, "
-                f"{images} images and {patches} patches, more than a pack holds",
-            )
+            part = f"{tokens} tokens, {images} images and {patches} patches, more than a pack holds"
+            why = f"cannot be split: one part that must stay whole has {part}"
+            raise SampleRejected("oversize", f"{measured.length} tokens {why}")
         end = ends[fitting - 1]
         if at == "turn" and end < ends[-1]:
             end = last_turn(start, end) or end
@@ -180,6 +178,7 @@ def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: i
     targets = slice(int(sizes.targets[start + 1]) - first, int(sizes.targets[end]) - first)
     tokens, *_ = sizes.between(start, end)
     before = int(sizes.tokens[start])
+    extras = {name: v[targets] if isinstance(v, np.ndarray) else v for name, v in measured.extras.items()}
     what = f"piece {number + 1} of {pieces}: tokens {before} to {before + tokens} of {measured.length}"
     return dataclasses.replace(
         measured,
@@ -193,7 +192,5 @@ def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: i
         media=measured.media[media],
         length=tokens,
         changes=(*measured.changes, ("split", what)),
-        extras={
-            name: value[targets] if isinstance(value, np.ndarray) else value for name, value in measured.extras.items()
-        },
+        extras=extras,
     )

@@ -46,11 +46,9 @@ def enough_targets(measured: Measured, ratio: float) -> Measured:
     """Returns the sample; ``too_few_targets`` unless the share of targets among its tokens is strictly above
     ``ratio``."""
     if measured.targets <= ratio * measured.length:
-        raise SampleRejected(
-            "too_few_targets",
-            f"only {measured.targets} of {measured.length} tokens are targets; their share must exceed "
-            f"encoder.limits.min_active_ratio={ratio:.6g}",
-        )
+        least = f"their share must exceed encoder.limits.min_active_ratio={ratio:.6g}"
+        found = f"only {measured.targets} of {measured.length} tokens are targets"
+        raise SampleRejected("too_few_targets", f"{found}; {least}")
     return measured
 
 
@@ -62,17 +60,15 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
     values: dict[str, float | np.ndarray] = {}
     for name in names:
         if name not in given:
-            raise SampleRejected(
-                "missing_extra", f"the record has no extras {name!r}, which encoder.extra_fields requires"
-            )
+            detail = f"the record has no extras {name!r}, which encoder.extra_fields requires"
+            raise SampleRejected("missing_extra", detail)
         value = given[name]
         if isinstance(value, int | float):
             values[name] = float(value)
             continue
         if len(value) != targets:
-            raise SampleRejected(
-                "extra_mismatch", f"extras {name!r} has {len(value)} numbers for {targets} trained tokens"
-            )
+            detail = f"extras {name!r} has {len(value)} numbers for {targets} trained tokens"
+            raise SampleRejected("extra_mismatch", detail)
         values[name] = np.array(value, dtype=np.float32)
     return values
 

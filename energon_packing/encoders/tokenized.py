@@ -33,8 +33,7 @@ class TokenizedText:
 
     def __init__(self, text: str, encoding: Any) -> None:
         self.ids = np.array(encoding.ids, dtype=np.int32)
-        self._encoding = encoding
-        self._text = text
+        self._encoding, self._text = encoding, text
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -73,9 +72,8 @@ class ByteText(TokenizedText):
     text up to the end of each token, ``[n]``."""
 
     def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
-        self.ids = ids
+        self.ids, self._ends = ids, ends
         self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
-        self._ends = ends
         self._known = 0, 0  # a place in the text, and the bytes before it
 
     @cached_property
@@ -158,16 +156,13 @@ class SpecialTexts:
             if (match := self._pattern.search(text)) is None:
                 return text
             if self._choice == "refuse":
-                raise SampleRejected(
-                    "special_token",
-                    f"a text, tool call or tool definition holds {match[0]!r}, a special token of the tokenizer; "
-                    "encoder.special_tokens_in_text: text trains it as ordinary text",
-                )
+                found_in = f"a text, tool call or tool definition holds {match[0]!r}, a special token of the tokenizer"
+                fix = "encoder.special_tokens_in_text: text trains it as ordinary text"
+                raise SampleRejected("special_token", f"{found_in}; {fix}")
             found.append(match[0])
             if self._stand_in.search(text):
-                raise SampleRejected(
-                    "bad_text", f"a text holds {match[0]!r} and Tangut characters, which stand for special tokens"
-                )
+                detail = f"a text holds {match[0]!r} and Tangut characters, which stand for special tokens"
+                raise SampleRejected("bad_text", detail)
             return self.exchanged(text)
 
         def of(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
@@ -206,10 +201,8 @@ class SpecialTexts:
         return tokenized
 
     def _check(self, name: str, special: Mapping[str, int]) -> None:
-        own, text = (
-            self._ids.take(self._copy(held, add_special_tokens=False).ids).tolist()
-            for held in (self._other[name], name)
-        )
+        tokens = (self._copy(held, add_special_tokens=False).ids for held in (self._other[name], name))
+        own, text = (self._ids.take(ids).tolist() for ids in tokens)
         if own != [special[name]] or not set(text).isdisjoint(special.values()):
             raise _no_text(f"its vocabulary holds {name!r} as a word")
 
@@ -238,8 +231,7 @@ class TextTokenizer:
     """
 
     def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
-        self._backend = backend
-        self._specials = specials
+        self._backend, self._specials = backend, specials
         if resize := getattr(backend.model, "_resize_cache", None):  # tokenizers 0.21
             resize(_KEPT_WORDS)
         if _one_thread():
@@ -296,11 +288,8 @@ class TextTokenizer:
 
 
 def use_one_thread() -> None:
-    """Lets the tokenizers library work without threads in this process, unless the user has said otherwise.
-
-    A process that measures many texts one after the other has nothing to divide among threads, and `TextTokenizer` is a
-    fifth faster without.
-    """
+    """Lets the tokenizers library work without threads in this process, unless the user has said otherwise: texts that
+    are measured one after the other have nothing to divide among them, and `TextTokenizer` is a fifth faster."""
     os.environ.setdefault(_THREADS, "false")
 
 
@@ -406,9 +395,8 @@ class Placeholders:
         found = [self._kinds[(match.lastindex or 1) - 1] for match in matches]
         expected = [plan.kind for plan in plans]
         if found != expected:
-            raise SampleRejected(
-                "placeholder_mismatch", f"the chat template writes media {found}, but the conversation has {expected}"
-            )
+            detail = f"the chat template writes media {found}, but the conversation has {expected}"
+            raise SampleRejected("placeholder_mismatch", detail)
         parts: list[str] = []
         media: list[tuple[int, int]] = []
         ends, shifts = [], [0]

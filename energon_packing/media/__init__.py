@@ -10,8 +10,5 @@ def check_decoded_bytes(frames: int, width: int, height: int, max_bytes: int | N
     """Refuses images or frames that would take more than ``max_bytes`` at 3 per pixel, as ``media_too_large``."""
     needed = 3 * frames * width * height
     if max_bytes is not None and needed > max_bytes:
-        raise SampleRejected(
-            "media_too_large",
-            f"{frames} x {width}x{height} pixels take {needed} bytes, but only {max_bytes} of "
-            "encoder.max_decoded_bytes are left",
-        )
+        left = f"only {max_bytes} of encoder.max_decoded_bytes are left"
+        raise SampleRejected("media_too_large", f"{frames} x {width}x{height} pixels take {needed} bytes, but {left}")

@@ -69,7 +69,6 @@ class Placed(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size in memory."""
         return math.prod(self.size) * self.dtype.itemsize
 
 
@@ -109,7 +108,6 @@ class SharedRoom:
         return places
 
     def file(self, place: Place) -> bytes:
-        """Returns a copy of a file."""
         return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
@@ -137,7 +135,6 @@ class SharedRoom:
         return _tensor(held, value, value.place - start)
 
     def tensor(self, placed: Placed) -> torch.Tensor:
-        """Returns the memory of a tensor, as a tensor."""
         return _tensor(self._view, placed, placed.place)
 
     def place_of(self, tensor: torch.Tensor) -> int:
@@ -187,8 +184,7 @@ class Results:
         place = self._room.place_of(value)
         if self.start <= place and place + count <= self.end and value.stride() == stride:
             return Placed(value.dtype, size, stride, place, None)
-        placed = self._place(value.dtype, size, stride)
-        if placed is not None:
+        if (placed := self._place(value.dtype, size, stride)) is not None:
             self._room.tensor(placed).copy_(value)
             return placed
         dense = torch.empty_like(value).copy_(value)
@@ -426,15 +422,11 @@ def _cause(status: int) -> str:
     return f"its process ended by {names.get(number, f'signal {number}')}"
 
 
-def _send(connection: Connection, message: Any) -> None:
-    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
 def _ask(child: _Child, request: Any, files: Mapping[str, bytes | Exception]) -> int:
     """Sends a request with its files; returns the first byte of the memory that its results may take."""
     start = child.room.free()
     places = child.room.put_files({name: data for name, data in files.items() if isinstance(data, bytes)})
-    _send(child.connection, (request, {**files, **places}, start))
+    child.connection.send_bytes(pickle.dumps((request, {**files, **places}, start), pickle.HIGHEST_PROTOCOL))
     return start
 
 
@@ -470,7 +462,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
             answer = (True, _portable(error), start)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
-            _send(connection, (*answer, has_grown))
+            connection.send_bytes(pickle.dumps((*answer, has_grown), pickle.HIGHEST_PROTOCOL))
         except OSError:
             os._exit(0)
         served += 1

@@ -46,19 +46,19 @@ def grey_range(image: Image.Image) -> GreyRange | None:
     tags = getattr(image, "tag_v2", None)
     if image.format == "TIFF" and tags is not None:
         if _SIGNED in tags.get(_SAMPLE_FORMAT, (1,)):
-            raise SampleRejected(
-                "unsupported_depth", f"signed TIFF samples have no defined black and white; {_WAY_OUT}"
-            )
+            raise _undefined("signed TIFF samples")
         if image.mode in _SIXTEEN_BITS:
             white = float(2 ** int(tags.get(_BITS_PER_SAMPLE, (16,))[0]) - 1)
         inverted = tags.get(_PHOTOMETRIC, 0) == 0
     elif image.mode == "I" and image.format in ("PPM", "PNG"):  # PNG: in releases of Pillow before 11
         white = 65535.0
     if white is None:
-        raise SampleRejected(
-            "unsupported_depth", f"32-bit integers in {image.format} have no defined black and white; {_WAY_OUT}"
-        )
+        raise _undefined(f"32-bit integers in {image.format}")
     return GreyRange(white, inverted) if white else None
+
+
+def _undefined(samples: str) -> SampleRejected:
+    return SampleRejected("unsupported_depth", f"{samples} have no defined black and white; {_WAY_OUT}")
 
 
 def is_transparent(image: Image.Image) -> bool:

@@ -49,10 +49,8 @@ def decode_scaled_image(
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             with Image.open(io.BytesIO(data), formats=known_formats()) as image:
                 if image.width * image.height > max_pixels:
-                    raise SampleRejected(
-                        "media_too_large",
-                        f"{image.width}x{image.height} pixels are over encoder.max_source_pixels={max_pixels}",
-                    )
+                    limit = f"encoder.max_source_pixels={max_pixels}"
+                    raise SampleRejected("media_too_large", f"{image.width}x{image.height} pixels are over {limit}")
                 check_decoded_bytes(1, image.width, image.height, max_bytes)
                 whole = _scale(image, least) if least else None
                 if whole is None and (decoded := decode_jpeg(data, image)) is not None:
@@ -117,8 +115,7 @@ def decode_jpeg(data: bytes, image: Image.Image) -> torch.Tensor | None:
     """
     if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         return None
-    decode = _decoder()
-    if decode is None:
+    if (decode := _decoder()) is None:
         return None
     try:
         pixels = decode(data)

@@ -91,9 +91,8 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
     if width <= 0 or height <= 0:
         raise SampleRejected("corrupt_media", f"the header says {width}x{height} pixels")
     if width * height > max_pixels:
-        raise SampleRejected(
-            "media_too_large", f"the header says {width}x{height} pixels, more than the limit of {max_pixels}"
-        )
+        detail = f"the header says {width}x{height} pixels, more than the limit of {max_pixels}"
+        raise SampleRejected("media_too_large", detail)
 
 
 @contextlib.contextmanager
@@ -258,9 +257,7 @@ def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] |
         if each.is_corrupt:
             raise SampleRejected("corrupt_media", f"{what} {frames} of the video is damaged")
         if size is not None and (each.width, each.height) != size:
-            raise SampleRejected(
-                "corrupt_media", f"the video changes from {size[0]}x{size[1]} to {each.width}x{each.height} pixels"
-            )
+            raise size_changes(size, each)
         frames += 1
         if (stamp := each.pts) is None:
             continue
@@ -271,6 +268,12 @@ def _count(shown: Iterable[Any], what: str, work: _Work, size: tuple[int, int] |
         return _Count(frames, None, None, Fraction(), [])
     times = array("d", (stamp * base.numerator / base.denominator for stamp in stamps))
     return _Count(frames, min(stamps) * base, max(stamps) * base, length * base, times if size else np.sort(times))
+
+
+def size_changes(size: tuple[int, int], frame: Any) -> SampleRejected:
+    """Why a video is refused whose frames do not all have one size."""
+    detail = f"the video changes from {size[0]}x{size[1]} to {frame.width}x{frame.height} pixels"
+    return SampleRejected("corrupt_media", detail)
 
 
 def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
@@ -417,9 +420,8 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     wanted = named_size(file)
     size_in_bytes = file.seek(0, io.SEEK_END)
     if wanted is not None and size_in_bytes < wanted:
-        raise SampleRejected(
-            "corrupt_media", f"truncated: the header states {wanted} bytes, but the file has {size_in_bytes}"
-        )
+        detail = f"truncated: the header states {wanted} bytes, but the file has {size_in_bytes}"
+        raise SampleRejected("corrupt_media", detail)
     work = _Work(size_in_bytes)
     with decodable(file, max_pixels, _check_pixels) as (container, stream):
         container_name, named_frames, stated = container.format.name, stream.frames, stream.average_rate or None
@@ -452,17 +454,15 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     with decodable(file, max_pixels, _check_pixels) as (container, stream):
         count = _count(container.decode(stream), "frame", work, size) if exact else _count(shown(), "packet", work)
         if "mov" in names and packets < named_frames:
-            raise SampleRejected(
-                "corrupt_media", f"truncated: the container states {named_frames} frames, but holds {packets}"
-            )
+            detail = f"truncated: the container states {named_frames} frames, but holds {packets}"
+            raise SampleRejected("corrupt_media", detail)
     if not exact and named_frames not in (0, count.frames):
         # An edit list or a broken index: only decoding tells.
         with decodable(file, max_pixels, _check_pixels) as (container, stream):
             count = _count(container.decode(stream), "frame", work, size)
     if count.frames == 0:
         raise SampleRejected("corrupt_media", "the video has no frame")
-    rate = _rate(count, stated)
-    if not rate:
+    if not (rate := _rate(count, stated)):
         raise SampleRejected("corrupt_media", "the video has neither time stamps nor a frame rate")
     width, height = (size[1], size[0]) if turned else size
     points = _time_points(count.times, count.frames, rate, work)

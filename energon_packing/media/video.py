@@ -21,7 +21,7 @@ import torch
 from energon_packing.errors import SampleRejected
 from energon_packing.media import check_decoded_bytes
 from energon_packing.media.image import decode_image
-from energon_packing.media.probe import SIZED_CONTAINERS, check_memory, decodable, pyav
+from energon_packing.media.probe import SIZED_CONTAINERS, check_memory, decodable, pyav, size_changes
 
 FAR = 16
 """Packets before a wanted one from which on those that no other frame needs are left out. H.264 and H.265 decoders hold
@@ -43,15 +43,12 @@ class _Units(NamedTuple):
     parameters: str
 
 
+_PASS, _PASS_NEEDED = "filter_units=pass_types=", "filter_units=discard=nonref:pass_types="
 _CODECS = {
-    "h264": _Units(
-        "filter_units=pass_types=5", "filter_units=discard=nonref:pass_types=1-5", "filter_units=pass_types=7-8"
-    ),
-    "hevc": _Units(
-        "filter_units=pass_types=19-21", "filter_units=discard=nonref:pass_types=0-31", "filter_units=pass_types=32-34"
-    ),
-    "vp9": _Units("null", "vp9_superframe_split", "filter_units=pass_types=1"),
-    "av1": _Units("filter_units=pass_types=1", "null", "filter_units=pass_types=1"),
+    "h264": _Units(f"{_PASS}5", f"{_PASS_NEEDED}1-5", f"{_PASS}7-8"),
+    "hevc": _Units(f"{_PASS}19-21", f"{_PASS_NEEDED}0-31", f"{_PASS}32-34"),
+    "vp9": _Units("null", "vp9_superframe_split", f"{_PASS}1"),
+    "av1": _Units(f"{_PASS}1", "null", f"{_PASS}1"),
 }
 """Left out on purpose: VP8, whose map of segments outlives a key frame; MPEG-4 part 2, which may pack two frames in a
 packet; Motion JPEG, whose tables may be those of an earlier frame."""
@@ -173,9 +170,7 @@ class FrameStack:
 
         self.wanted = sorted(set(indices))
         self.missing = len(self.wanted)
-        self._indices = indices
-        self._max_pixels = max_pixels
-        self._max_bytes = max_bytes
+        self._indices, self._max_pixels, self._max_bytes = indices, max_pixels, max_bytes
         self._size: tuple[int, int] | None = None
         self._frames: np.ndarray | None = None  # rows of pixels, like images
         # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
@@ -184,9 +179,8 @@ class FrameStack:
     def check_limits(self, width: int, height: int, max_pixels: int) -> None:
         """Refuses frames that are too large, as ``media_too_large``."""
         if width * height > max_pixels:
-            raise SampleRejected(
-                "media_too_large", f"frames of {width}x{height} pixels are over encoder.max_source_pixels={max_pixels}"
-            )
+            limit = f"encoder.max_source_pixels={max_pixels}"
+            raise SampleRejected("media_too_large", f"frames of {width}x{height} pixels are over {limit}")
         check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
 
     def check_size(self, frame: Any) -> None:
@@ -198,9 +192,7 @@ class FrameStack:
             self.check_limits(*size, self._max_pixels)
             self._size = size
         elif size != self._size:
-            raise SampleRejected(
-                "corrupt_media", f"the video changes from {self._size[0]}x{self._size[1]} to {size[0]}x{size[1]} pixels"
-            )
+            raise size_changes(self._size, frame)
 
     def take(self, frame: Any, index: int) -> None:
         """Keeps the pixels of a wanted frame; ``corrupt_media`` if it is rotated differently from the first one
@@ -210,9 +202,8 @@ class FrameStack:
         if self._frames is None:
             self._frames = np.empty((len(self._indices), *pixels.shape), dtype=np.uint8)
         if pixels.shape != self._frames.shape[1:]:
-            raise SampleRejected(
-                "corrupt_media", f"frame {index} is rotated differently from the first requested frame"
-            )
+            detail = f"frame {index} is rotated differently from the first requested frame"
+            raise SampleRejected("corrupt_media", detail)
         self._frames[bisect_left(self._indices, index) : bisect_right(self._indices, index)] = pixels
         self.missing -= 1
 
@@ -269,7 +260,6 @@ def _check_deadline(deadline: float | None, index: int) -> None:
 
 
 def _decode_from_start(container: Any, stream: Any, frames: FrameStack, deadline: float | None) -> None:
-    """Decodes every frame up to the last wanted one."""
     for index, frame in enumerate(container.decode(stream)):
         _check_deadline(deadline, index)
         if frame.is_corrupt:
@@ -286,8 +276,7 @@ def _decode_needed(container: Any, stream: Any, frames: FrameStack, deadline: fl
     import av
 
     try:
-        found = packet_runs(container, stream, frames.wanted)
-        if found is None:
+        if (found := packet_runs(container, stream, frames.wanted)) is None:
             return False
         runs, packets = found
         stream.codec_context.options |= {"err_detect": "explode"}
@@ -339,11 +328,9 @@ def decode_frame_files(
             # Stored as rows of pixels, like images.
             frames = torch.empty((len(names), *frame.shape[1:], 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         if frame.shape != frames.shape[1:]:
-            raise SampleRejected(
-                "corrupt_media",
-                f"frame {number} is {frame.shape[2]}x{frame.shape[1]} pixels, "
-                f"but the first is {frames.shape[3]}x{frames.shape[2]}",
-            )
+            first = f"but the first is {frames.shape[3]}x{frames.shape[2]}"
+            detail = f"frame {number} is {frame.shape[2]}x{frame.shape[1]} pixels, {first}"
+            raise SampleRejected("corrupt_media", detail)
         frames[number] = frame
     if frames is None:
         raise ValueError("decode_frame_files needs at least one name")

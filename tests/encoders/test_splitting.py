@@ -13,6 +13,7 @@ from support.offline_processors import llava_onevision
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
+from energon_packing.encoders import encoder as encoder_module
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.splitting import MeasuredSplit
@@ -78,12 +79,12 @@ def whole_of(found: MeasuredSplit) -> list[Measured]:
 
 def pieces_of(encoder, conversation, fits, **options) -> list[Measured]:
     """All pieces, also those without a target, which the validity filter would refuse."""
-    passed = encoder._enough_targets
+    passed = encoder_module.enough_targets
     try:
-        encoder._enough_targets = lambda piece: piece
+        encoder_module.enough_targets = lambda piece, ratio: piece
         return whole_of(encoder.split(conversation, encoder.measure(conversation), fits, **options))
     finally:
-        encoder._enough_targets = passed
+        encoder_module.enough_targets = passed
 
 
 @given(family=st.sampled_from(FAMILIES), data=st.data())

@@ -46,9 +46,5 @@ def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any
     return {**without(record, "caption"), "messages": [question, {"role": "assistant", "content": caption}]}
 
 
-LAYOUT = Layout(
-    name="captions",
-    expects="'caption' and an image or video, or 'captions' of idx/content and 'video_path'",
-    matches=_matches,
-    restate=_restate,
-)
+_EXPECTS = "'caption' and an image or video, or 'captions' of idx/content and 'video_path'"
+LAYOUT = Layout(name="captions", expects=_EXPECTS, matches=_matches, restate=_restate)

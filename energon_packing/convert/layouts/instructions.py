@@ -29,9 +29,8 @@ def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for entry in value if isinstance(value, list) else [value]:
         if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(text, str) for text in entry):
-            raise SampleRejected(
-                "non_string_value", "the column 'history' must be a list of pairs of texts, [question, answer]"
-            )
+            detail = "the column 'history' must be a list of pairs of texts, [question, answer]"
+            raise SampleRejected("non_string_value", detail)
         messages += [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
     return messages
 
@@ -73,9 +72,7 @@ _ALPACA = Layout(
 _QUERY_RESPONSE = Layout(
     name="query-response",
     expects="'query' and 'response'",
-    matches=lambda record: (
-        filled(record, "query", "response") and all(isinstance(record[name], str) for name in ("query", "response"))
-    ),
+    matches=lambda record: all(isinstance(record.get(name), str) and record[name] for name in ("query", "response")),
     restate=_restate_query,
 )
 _PROMPT_COMPLETION = Layout(

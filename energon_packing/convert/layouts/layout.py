@@ -128,7 +128,6 @@ def filled(record: Mapping[str, Any], *names: str) -> bool:
 
 
 def has_turns(record: Mapping[str, Any]) -> bool:
-    """Whether a record has a list of turns."""
     return any(isinstance(record.get(name), list) for name in TURN_COLUMNS)
 
 

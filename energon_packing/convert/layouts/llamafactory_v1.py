@@ -18,7 +18,6 @@ _MEDIA = {"image_url": "image", "video_url": "video"}
 
 
 def matches(record: Mapping[str, Any]) -> bool:
-    """Whether a record is such a sample."""
     if all(isinstance(record.get(name), list) for name in _PAIR):
         return True
     messages = record.get("messages")
@@ -73,9 +72,5 @@ def _message(message: Any, number: int) -> Any:
     return read
 
 
-LAYOUT = Layout(
-    name="llamafactory-v1",
-    expects="'messages' whose content is a list of type/value",
-    matches=matches,
-    restate=_restate,
-)
+_EXPECTS = "'messages' whose content is a list of type/value"
+LAYOUT = Layout(name="llamafactory-v1", expects=_EXPECTS, matches=matches, restate=_restate)

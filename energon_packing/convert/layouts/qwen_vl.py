@@ -20,7 +20,6 @@ def matches(record: Mapping[str, Any]) -> bool:
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:
-    """The text of each turn."""
     for column in TURN_COLUMNS:
         turns = record.get(column)
         for turn in turns if isinstance(turns, list) else ():

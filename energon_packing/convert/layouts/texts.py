@@ -38,6 +38,5 @@ def media_parts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"type": kind} for kind, value in held for _ in (value if isinstance(value, list) else [value])]
 
 
-LAYOUT = Layout(
-    name="texts", expects="'texts', a list of user/assistant, and 'images'", matches=_matches, restate=_restate
-)
+_EXPECTS = "'texts', a list of user/assistant, and 'images'"
+LAYOUT = Layout(name="texts", expects=_EXPECTS, matches=_matches, restate=_restate)

@@ -145,14 +145,12 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 def to_messages(
     conversation: Conversation, marks: Marks | None, passing: Passing, *, as_list: bool
 ) -> tuple[Messages, Tools]:
-    """Returns messages, one per turn, and tool definitions for a chat template (None if there are none).
+    """Returns messages, one per turn, and tool definitions for a chat template (None if there are none). Raises
+    SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
 
     Args:
         marks: writes marks in place of what the conversation says; None leaves it as it is.
         as_list: whether every content is a list of parts.
-
-    Raises:
-        SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
     """
     tools = [_definition(tool, marks) for tool in conversation.tools] if conversation.tools else None
     messages: Messages = []

@@ -47,7 +47,8 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A chat template bound to a tokenizer.
+    """A chat template bound to a tokenizer. Raises ConfigError: the tokenizer has no chat template or several, thinking
+    cannot be told from the answer as ``thinking`` asks, or as for `TemplateRenderer`.
 
     Args:
         source: the Jinja text; None takes the tokenizer's own.
@@ -55,10 +56,6 @@ class ChatTemplate:
         date: the day that the template is told, see `TemplateRenderer`.
 
     The other arguments are settings of `EncoderConfig`.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template or several, thinking cannot be told from the answer as
-            ``thinking`` asks, or as for `TemplateRenderer`.
     """
 
     def __init__(

@@ -155,14 +155,11 @@ def deal_samples(
 ) -> None:
     """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon.
 
-    With one reader in all, Energon's own slices stay.
+    With one reader in all, Energon's own slices stay. Raises UserError: a data set that repeats without end has no
+    samples; or a fraction of one that is repeated cannot be had by so many readers.
 
     Args:
         media_tokens: tokens of the media of one sample; None counts them as nothing.
-
-    Raises:
-        UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated cannot be
-            had by so many readers.
     """
     sources = list(_sources(dataset))
     readers = max(worker_config.num_workers, 1) * worker_config.world_size

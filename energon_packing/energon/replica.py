@@ -198,14 +198,12 @@ class Replica:
     def of(cls, groups: Any) -> "Replica":
         """Returns the replica of this rank; a collective call of all ranks.
 
-        Each rank hears of its own replica only, over the groups that the run has.
+        Each rank hears of its own replica only, over the groups that the run has. Raises ConfigError: the groups do not
+        form replicas of equal size.
 
         Args:
             groups: has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's ``ProcessGroupCollection``); a
                 missing group counts as one rank.
-
-        Raises:
-            ConfigError: the groups do not form replicas of equal size.
         """
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return cls()

@@ -58,11 +58,8 @@ def plan_clip(
     points: tuple[float, ...] = (),
 ) -> ClipPlan:
     """Returns the plan of a clip of ``frames`` frames (at ``points``) of ``width`` x ``height`` pixels as displayed.
-
-    Raises:
-        SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
-        ConfigError: ``frame_size`` does not divide into patches.
-    """
+    Raises SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch; ConfigError:
+    ``frame_size`` does not divide into patches."""
     patch_frames, patch_height, patch_width = config.patch
     wanted = fps if config.fps is None else config.fps
     # Frames at the requested rate inside the clip; the tolerance is for rates like 30000/1001.
@@ -96,10 +93,7 @@ def plan_clip(
 
 def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, int]) -> tuple[int, int]:
     """Returns height and width of a resized frame: at most ``max_pixels``, never enlarged, multiples of ``multiples``.
-
-    Raises:
-        SampleRejected: ``too_small`` if a side would be 0.
-    """
+    Raises SampleRejected: ``too_small`` if a side would be 0."""
     scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     sides = [math.floor(side * scale / of) * of for side, of in zip((height, width), multiples, strict=True)]
     if 0 in sides:
@@ -165,14 +159,12 @@ class MeasuredClip:
 
 
 class TextToVideoEncoder:
-    """Measures and renders text-to-video samples.
+    """Measures and renders text-to-video samples. Raises ConfigError: a model cannot be used, or its latents or
+    embeddings are not of the configured width.
 
     Args:
         latent_encoder: for records with a video; None makes one from ``config.vae``, if that is set.
         caption_encoder: for records without stored embeddings; None makes one from ``config.text_encoder``.
-
-    Raises:
-        ConfigError: a model cannot be used, or its latents or embeddings are not of the configured width.
     """
 
     def __init__(
@@ -209,13 +201,10 @@ class TextToVideoEncoder:
         return settings | named | getattr(self.caption_encoder, "stated", {})
 
     def measure(self, sample: TextToVideo) -> MeasuredClip:
-        """Counts patches and text tokens of a sample, without reading its video or tensors.
-
-        Raises:
-            SampleRejected: ``wrong_shape`` for latents or embeddings of another width, or latents that do not divide
-                into patches; ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``.
-            ConfigError: the record needs a model that the configuration does not name.
-        """
+        """Counts patches and text tokens of a sample, without reading its video or tensors. Raises SampleRejected:
+        ``wrong_shape`` for latents or embeddings of another width, or latents that do not divide into patches;
+        ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``; ConfigError: the
+        record needs a model that the configuration does not name."""
         channels, frames = self.config.latent_channels, 0
         seen: tuple[tuple[str, str], ...] = ()
         shape: Any = sample.latents and sample.latents.shape

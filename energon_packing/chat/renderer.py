@@ -47,12 +47,9 @@ class TemplateRenderer:
         self.content_as_list = self._wants_lists()
 
     def run(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Renders messages, with the generation prompt if ``prompt``. Raises SampleRejected: ``template_error`` if the
-        template refuses the messages; ConfigError: the template is not valid Jinja.
-
-        Returns:
-            The text, and the spans ``[start, end)`` of characters that the template marks as generated.
-        """
+        """Renders messages, with the generation prompt if ``prompt``: returns the text, and the spans ``[start, end)``
+        of characters that the template marks as generated. Raises SampleRejected: ``template_error`` if the template
+        refuses the messages; ConfigError: the template is not valid Jinja."""
         import jinja2
 
         try:

@@ -298,10 +298,8 @@ class ChatTemplate:
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
     """Returns the text that stands for one image or video, for prompt formats that leave it to the processor.
 
-    Returns:
-        ``image`` and ``video``: what the processor's own template (``source``) writes for one between two texts, frame
-        included, or the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
-    """
+    ``image`` and ``video`` are what the processor's own template (``source``) writes for one between two texts, frame
+    included, or the placeholder if it writes none; ``image_token`` and ``video_token`` are the placeholder alone."""
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
     for kind, placeholder in placeholders.items():

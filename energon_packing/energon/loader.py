@@ -430,11 +430,8 @@ class PackLoader(LoaderBase):
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; call before iterating. The state stays as it is, so it
         can be restored again. Raises ConfigError: it is not the state of such a loader, it is damaged, or it was saved
-        with other settings, data or readers; the first difference is named with both values.
-
-        Warns:
-            UserWarning: it differs in what ``data.accept_changed`` names.
-        """
+        with other settings, data or readers; the first difference is named with both values. Warns with a UserWarning
+        where it differs in what ``data.accept_changed`` names."""
         made = state.get("format") if isinstance(state, Mapping) else None
         if made != STATE_FORMAT or "loader" not in state:
             way_out = "give the state of this run, or start the data over"

@@ -409,18 +409,13 @@ class _Numbered:
         self.packs = self._road.number = int(state["packs"])
 
     def restore_together(self, read: Callable[[], Any]) -> Any:
-        """Continues at a saved state on all ranks of the run, or on none; a collective call of all ranks.
+        """Continues at a saved state on all ranks of the run, or on none; a collective call of all ranks. ``read``
+        returns this rank's state, as for `restore_state`, or None if it has none. Returns the state that was restored;
+        None if there is none on any rank.
 
         They compare what they restored: packs taken, kind of loader, position in a plan, fingerprint but for the rank.
         Raises ConfigError: a rank differs; the message names it, and both values; UserError: a rank cannot read or
-        restore its state; all raise what it says.
-
-        Args:
-            read: returns this rank's state, as for `restore_state`; None if it has none.
-
-        Returns:
-            The state that was restored; None if there is none on any rank.
-        """
+        restore its state; all raise what it says."""
 
         def act() -> tuple[Any, Facts]:
             state = read()

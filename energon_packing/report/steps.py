@@ -19,16 +19,12 @@ FAR = 6.0
 
 def fit_report(path: Path) -> dict[str, Any]:
     """Fits the seconds of a run's steps to what their packs cost, on the rank that takes longest: so much for each unit
-    of vision and of language, and a constant, none negative, by least squares. Raises UserError: there are no metrics,
-    of an older version, or too few steps.
+    of vision and of language, and a constant, none negative, by least squares. ``path`` is the directory of the metrics
+    of a run, or the file of a rank.
 
-    Args:
-        path: directory of the metrics of a run, or the file of a rank.
-
-    Returns:
-        ``vision``, ``language``: seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error`` as a
-        share of a step, ``steps`` and ``left_out`` (steps that took far longer than the fit says), ``ranks``.
-    """
+    Returns ``vision``, ``language``: seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error``
+    as a share of a step, ``steps`` and ``left_out`` (steps that took far longer than the fit says), ``ranks``. Raises
+    UserError: there are no metrics, of an older version, or too few steps."""
     files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
     steps: dict[int, dict[int, tuple[float, float, float]]] = defaultdict(dict)  # pack -> rank -> vision, language, s
     try:

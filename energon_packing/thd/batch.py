@@ -308,14 +308,11 @@ def widened(batch: PackedBatch, width: int) -> PackedBatch:
 
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:
     """The batch with boundary arrays of ``max_segments + 1`` entries, the last boundary repeated, for CUDA graphs.
+    ``max_seqlen`` is its value for all rows of the run, because a captured graph keeps the first one.
 
     Repeated boundaries are segments of length 0, which text attention kernels skip. Models that rebuild positions from
     boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected. Raises PackingError:
-    the batch has more segments than announced, or a longer one, or is not text only.
-
-    Args:
-        max_seqlen: the value of ``max_seqlen`` for all rows of the run, because a captured graph keeps the first one.
-    """
+    the batch has more segments than announced, or a longer one, or is not text only."""
     if batch.visual_inputs or batch.position_ids.dim() == 3:
         raise PackingError("boundary arrays of fixed length are for text models; this batch has images or mRoPE")
     spare = max_segments - batch.num_segments
@@ -344,12 +341,9 @@ def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
     """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, for the installed version.
 
     If that version has ``pad_between_seqs``, it is set from what the host knows about the row, so that no release of
-    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it.
-
-    Args:
-        total_tokens: passes the row's length, from which Megatron-Core derives ``seq_idx``. State-space and
-            linear-attention layers need it; for a pure transformer it is a small extra computation on the device.
-    """
+    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it. With
+    ``total_tokens`` it has the row's length, from which Megatron-Core derives ``seq_idx``. State-space and
+    linear-attention layers need it; for a pure transformer it is a small extra computation on the device."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     padded = batch.cu_seqlens_padded

@@ -118,12 +118,9 @@ def _finished(pixels: torch.Tensor, form: PixelForm) -> torch.Tensor:
 
 
 def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Tensor]:
-    """Returns views ``[3, height, width]`` of the images.
-
-    Args:
-        pixels: ``[images, 3, H, W]``, padded below and to the right; or ``[values]``, one image after another.
-        sizes: ``[images, 2]``, height and width; on the host, or the host waits for the device.
-    """
+    """Returns views ``[3, height, width]`` of images ``[images, 3, H, W]`` that are padded below and to the right, or
+    of ``[values]``, one image after another. ``sizes`` are ``[images, 2]``, height and width; on the host, or the host
+    waits for the device."""
     shapes = [(3, height, width) for height, width in sizes.tolist()]
     if pixels.dim() == 1:
         sides = [math.prod(shape) for shape in shapes]

@@ -207,13 +207,10 @@ def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict
 
 
 def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
-    """The rows that the batch was assembled from, without padding: the inverse of `energon_packing.thd.assemble`.
-    Raises PackingError: the batch is a context-parallel slice, which holds only pieces of its samples.
-
-    Returns:
-        One mapping per sample with ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or
-        ``[3, L]``), every extra field and, if the sample had any, ``visual_inputs``; all tensors are views.
-    """
+    """The rows that the batch was assembled from, without padding: the inverse of `energon_packing.thd.assemble`. Each
+    sample has ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or ``[3, L]``), every extra
+    field and, if it had any, ``visual_inputs``; all tensors are views. Raises PackingError: the batch is a
+    context-parallel slice, which holds only pieces of its samples."""
     if batch.cp_size != 1:
         raise PackingError("a context-parallel slice holds pieces of samples; reassemble the slices, then unpack")
     starts = batch.boundaries.tolist()

@@ -158,13 +158,8 @@ class TextToVideoRunConfig:
 
 
 def load_text_to_video_config(path: str | Path | None, overrides: Iterable[str] = ()) -> TextToVideoRunConfig:
-    """Reads a configuration file. Raises ConfigError: the file is missing, is not YAML, or holds an unknown key or an
-    impossible value.
-
-    Args:
-        path: YAML file; None starts from the defaults.
-        overrides: ``section.key=value``, in order.
-    """
+    """Reads a configuration from a YAML file (None starts from the defaults), and the overrides ``section.key=value``
+    in order. Raises ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value."""
     values, where = load_values(path, overrides)
     return from_mapping(TextToVideoRunConfig, values, where=where)
 

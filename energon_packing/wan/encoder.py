@@ -105,14 +105,8 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
 
 
 def resize_frames(frames: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Scales frames to cover ``height`` x ``width`` and crops the centre, so that nothing is distorted.
-
-    Args:
-        frames: uint8 ``[n, 3, H, W]``.
-
-    Returns:
-        uint8 ``[n, height, width, 3]``, contiguous.
-    """
+    """Scales frames, uint8 ``[n, 3, H, W]``, to cover ``height`` x ``width`` and crops the centre, so that nothing is
+    distorted. Returns uint8 ``[n, height, width, 3]``, contiguous."""
     old_height, old_width = frames.shape[-2:]
     if (old_height, old_width) != (height, width):
         scale = max(height / old_height, width / old_width)

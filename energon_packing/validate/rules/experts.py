@@ -76,10 +76,8 @@ _capacity_and_padding = warning_rule(
         core("transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
         core("transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"),
     ),
-    why=lambda view: (
-        f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their "
-        "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask"
-    ),
+    why="moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their capacity, and "
+    "Megatron-Core's router counts padding as tokens, even with a padding mask",
     fix="leave moe_expert_capacity_factor out",
 )
 

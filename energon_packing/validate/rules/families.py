@@ -70,10 +70,8 @@ _family_listed = warning_rule(
     applies=lambda view: view.reaches_the_step_packed and view.model is not None,
     holds=_is_known,
     sources=(SourceLine("energon_packing/validate/family_table.py", "FAMILY_TABLE"),),
-    why=lambda view: (
-        f"docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed "
-        "row apart"
-    ),
+    why="docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed row "
+    "apart",
     fix="compare its loss on packed rows with that on each sample alone before you train it",
 )
 

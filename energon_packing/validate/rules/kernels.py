@@ -219,9 +219,7 @@ _overlap_needs_one_width = rule(
     applies=lambda view: view.packed and view.tp_comm_overlap and view.sequence_parallel and view.tensor_parallel > 1,
     holds=lambda view: view.rows_of_one_width,
     sources=(bridge("training/initialize.py", "(model_config.seq_length * micro_batch_size) // model_config.context"),),
-    why=lambda view: (
-        f"tp_comm_overlap is on: its buffers are made for rows of {view.model_seq_length} tokens, and rows differ"
-    ),
+    why="tp_comm_overlap is on: its buffers are made for rows of {view.model_seq_length} tokens, and rows differ",
     fix=lambda view: (
         "set tp_comm_overlap to false" + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true")
     ),

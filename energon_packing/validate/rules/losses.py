@@ -70,10 +70,8 @@ _weights_need_token_loss = rule(
     applies=lambda view: view.dataset_kind == "packed_energon" and view.loss_weighting not in (None, "token"),
     holds=lambda view: view.calculate_per_token_loss,
     sources=(SourceLine("energon_packing/encoders/targets.py", "divided by the sum of the weights."),),
-    why=lambda view: (
-        f"loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the "
-        "step, but calculate_per_token_loss is false: each pack would divide by its own sum"
-    ),
+    why="loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the step, but "
+    "calculate_per_token_loss is false: each pack would divide by its own sum",
     fix="set training.calculate_per_token_loss to true",
 )
 

@@ -117,11 +117,12 @@ def rule(
     **settings: Any,
 ) -> Any:
     """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`.
-    With ``why`` and ``fix`` (texts, or functions that return them) it returns the rule itself."""
+    With ``why`` and ``fix`` (texts, in which ``{view.model}`` stands for the run's, or functions that return them) it
+    returns the rule itself."""
     of = partial(Rule, applies=applies, holds=holds, **settings)
 
     def finding(view: RunView) -> Finding:
-        said = [text(view) if callable(text) else text for text in (why, fix)]
+        said = [text(view) if callable(text) else text.format(view=view) for text in (why, fix)]
         return Finding(why=said[0], fix=said[1])
 
     return of(finds=finding) if why else lambda finds: of(finds=finds)

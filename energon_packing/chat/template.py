@@ -81,10 +81,7 @@ class ChatTemplate:
                 "The processor has no chat template; name a Jinja file with encoder.chat_template, "
                 "or use a processor that ships one."
             )
-        self.source = source
-        self.train_on = train_on
-        self.thinking = thinking
-        self.train_line_break = train_line_break
+        self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)

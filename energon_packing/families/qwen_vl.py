@@ -43,9 +43,7 @@ class QwenPatches:
     """
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
-        self._processor = processor
-        self._grid = grid
-        self._kind = kind
+        self._processor, self._kind, self._grid = processor, kind, grid
         self._pixels, self._grids = (
             ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
         )
@@ -320,10 +318,7 @@ class LlavaOneVision15(Qwen25VL):
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)
     mrope = False
-
-    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Returns positions ``[3, L]``, the same on all axes, as the text model counts them."""
-        return VisionFamily.positions(self, input_ids, plans)
+    positions = VisionFamily.positions  # the same on all axes, as the text model counts them
 
 
 class TimeSteps(Qwen25VL):

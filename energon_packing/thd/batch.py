@@ -346,19 +346,7 @@ def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
     linear-attention layers need it; for a pure transformer it is a small extra computation on the device."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    padded = batch.cu_seqlens_padded
-    values: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": batch.cu_seqlens,
-        "cu_seqlens_kv": batch.cu_seqlens,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
-        "max_seqlen_q": batch.max_seqlen,
-        "max_seqlen_kv": batch.max_seqlen,
-        "pad_between_seqs": batch.pad_between_seqs,
-        "cp_partition_mode": "zigzag",
-    }
-    if total_tokens:
-        values["total_tokens"] = batch.total_tokens
-    known = {spec.name for spec in fields(PackedSeqParams)}
+    values = {key: getattr(batch, name) for name, keys in BOUNDARY_FIELDS.items() for key in keys}
+    values |= {"qkv_format": "thd", "pad_between_seqs": batch.pad_between_seqs, "cp_partition_mode": "zigzag"}
+    known = {spec.name for spec in fields(PackedSeqParams)} - ({"total_tokens"} if not total_tokens else set())
     return PackedSeqParams(**{name: value for name, value in values.items() if name in known})

@@ -1,7 +1,4 @@
-"""Rules about experts with packed rows: how tokens reach them, and what padding costs them.
-
-Nothing else reports these before GPUs are taken.
-"""
+"""Rules about experts with packed rows: how tokens reach them, and what padding costs them."""
 
 from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView

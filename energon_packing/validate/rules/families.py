@@ -1,7 +1,4 @@
-"""Rules about what model families do with packed rows: the family table, vision gradients, deepstack features.
-
-Nothing else reports these: the run starts, and computes something other than what it claims.
-"""
+"""Rules about what model families do with packed rows: the family table, vision gradients, deepstack features."""
 
 from collections.abc import Callable
 

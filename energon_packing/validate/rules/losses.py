@@ -1,8 +1,5 @@
 """Rules about what a packed run's loss sums (weights of tokens, shifted labels), about the weights it begins with, and
-about its learning rate.
-
-Nothing else reports these before GPUs are taken.
-"""
+about its learning rate."""
 
 from energon_packing.validate.rules.rule import (
     Finding,

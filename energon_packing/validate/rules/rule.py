@@ -1,7 +1,8 @@
 """What a rule is, all rules, and the judgement of a run by them. Needs neither torch nor Bridge.
 
-Bridge stops at its first error; `judge` lists every rule that does not hold, each with the values and the fix. A
-conformance test compares the verdicts with the installed Bridge, rule by rule.
+Nothing else reports the rules ``ours/...`` before GPUs are taken, and some not even then: the run computes something
+other than what it claims. Bridge stops at its first error; `judge` lists every rule that does not hold, each with the
+values and the fix. A conformance test compares the verdicts with the installed Bridge, rule by rule.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows.
-
-Nothing else reports these: the run starts, and computes something other than what it claims.
-"""
+"""Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows."""
 
 from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView

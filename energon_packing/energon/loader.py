@@ -325,12 +325,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class PackLoader(LoaderBase):
-    """Iterates packs of one data-parallel rank.
-
-    Args:
-        ahead: packs that may have been read since the one whose state `state_later` gives.
-        fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
-    """
+    """Iterates packs of one data-parallel rank. As many as ``ahead`` may have been read since the one whose state
+    `state_later` gives; ``fingerprint`` is what a saved state must match, such as
+    `PackingTaskEncoder.loader_fingerprint`."""
 
     def __init__(
         self,

@@ -442,12 +442,9 @@ def _copied(road: _Road, copy: DeviceCopy) -> Made:
 class OneReader(_Numbered):
     """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
 
-    Args:
-        source: what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and ``restore_state``
-            of a `LoaderBase`; None on all other ranks.
-        depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
-            is asked for.
-    """
+    ``source`` is what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and
+    ``restore_state`` of a `LoaderBase`; None on all other ranks. ``depth`` packs are made ready before they are asked
+    for, the same on all ranks; 0 reads and passes on a pack when it is asked for."""
 
     def __init__(self, source: Any, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False) -> None:
         if (source is not None) != replica.is_reader:

@@ -52,13 +52,9 @@ class PixelForm:
 
 
 def finish(visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm]) -> dict[str, torch.Tensor]:
-    """Returns the visual inputs with the named ones as float32 numbers, on the device where their bytes are. Raises
-    PackingError: a named input is not uint8, or the input that holds its sizes is missing.
-
-    Args:
-        visual: name -> tensor; those that ``forms`` names are uint8 in the layout of their form.
-        forms: name -> how its bytes become numbers; names that ``visual`` lacks are ignored.
-    """
+    """Returns the visual inputs with those that ``forms`` names as float32 numbers, on the device where their bytes
+    are: uint8 in the layout of their form. Names that ``visual`` lacks are ignored. Raises PackingError: a named input
+    is not uint8, or the input that holds its sizes is missing."""
     result = dict(visual)
     for name, form in forms.items():
         if name not in visual:

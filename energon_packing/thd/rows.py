@@ -140,14 +140,10 @@ def verify_targets(
 def join_extra(
     keys: Sequence[str], arrays: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], starts: np.ndarray, width: int
 ) -> dict[str, torch.Tensor]:
-    """The extra token-aligned fields of all samples as rows ``[1, width]``. Raises PackingError: a sample has a field
-    in another dtype; types of tokens would silently become fractions.
-
-    Args:
-        arrays: one mapping per sample, with every field as ``[length]``.
-        fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
-        starts: ``[B + 1]``, where each sample begins in the row.
-    """
+    """The extra token-aligned fields of all samples as rows ``[1, width]``, in which samples begin at ``starts`` ``[B +
+    1]``. Each sample has every field as ``[length]``; ``fields`` are name -> `TokenField`, or the padding value where
+    the first sample decides about the dtype. Raises PackingError: a sample has a field in another dtype; types of
+    tokens would silently become fractions."""
     joined: dict[str, torch.Tensor] = {}
     for name, value in fields.items():
         field = (

@@ -43,13 +43,10 @@ SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
 
 
 def container_of_recipe(name: str, model_configs: Path | None) -> Any:
-    """Returns the ``ConfigContainer`` that a recipe function returns. Raises ConfigError: no such recipe, or one that
-    fails; UserError: Bridge cannot be imported.
-
-    Args:
-        name: ``module:function``; modules of the current folder are found as with ``python -m``.
-        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
-    """
+    """Returns the ``ConfigContainer`` that a recipe function (``module:function``) returns; modules of the current
+    folder are found as with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used
+    instead of the hub if it has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge
+    cannot be imported."""
     module_name, _, function_name = name.partition(":")
     _bridge()
     with without_output(), _found_here():

@@ -153,13 +153,10 @@ class MeasuredClip:
 
 
 class TextToVideoEncoder:
-    """Measures and renders text-to-video samples. Raises ConfigError: a model cannot be used, or its latents or
-    embeddings are not of the configured width.
-
-    Args:
-        latent_encoder: for records with a video; None makes one from ``config.vae``, if that is set.
-        caption_encoder: for records without stored embeddings; None makes one from ``config.text_encoder``.
-    """
+    """Measures and renders text-to-video samples. Without a ``latent_encoder``, for records with a video, one is made
+    from ``config.vae`` if that is set; without a ``caption_encoder``, for records without stored embeddings, one from
+    ``config.text_encoder``. Raises ConfigError: a model cannot be used, or its latents or embeddings are not of the
+    configured width."""
 
     def __init__(
         self,

@@ -22,14 +22,10 @@ _PROBE = "energon packing probe"
 
 
 class TemplateRenderer:
-    """Renders messages with a chat template. Raises ConfigError: the template is not valid Jinja, shows no text of a
-    plain conversation, draws at random, or asks for the date without being given one.
-
-    Args:
-        source: the Jinja text.
-        special: special tokens by name, as ``apply_chat_template`` passes them.
-        date: the day that ``strftime_now`` tells, as ``2026-01-31``; None refuses a template that asks for it.
-    """
+    """Renders messages with a chat template, the Jinja text ``source``. ``special`` are special tokens by name, as
+    ``apply_chat_template`` passes them; ``date`` is the day that ``strftime_now`` tells, as ``2026-01-31``, and None
+    refuses a template that asks for it. Raises ConfigError: the template is not valid Jinja, shows no text of a plain
+    conversation, draws at random, or asks for the date without being given one."""
 
     def __init__(self, source: str, special: Mapping[str, Any], *, date: str | None = None) -> None:
         code = _COMMENT.sub("", source)

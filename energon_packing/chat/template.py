@@ -98,17 +98,13 @@ class ChatTemplate:
         self.stops = StopTokens(sorted(ends), sorted({*special, *tokenizer.all_special_tokens}))
 
     def render(self, conversation: Conversation) -> RenderedChat:
-        """Renders one conversation.
-
-        Raises:
-            SampleRejected: ``template_error`` if the template itself refuses the conversation, ``template_omits`` if it
-                leaves out something that the conversation says, ``unstable_prefix`` if it puts turns out of order or
-                the answers cannot be told apart, ``assistant_first`` if it does not show where a leading assistant turn
-                begins, ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking``
-                if thinking is to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer
-                has no word, ``nothing_to_learn`` if no character is trained.
-            ConfigError: the template is not valid Jinja.
-        """
+        """Renders one conversation. Raises ConfigError: the template is not valid Jinja; or SampleRejected:
+        ``template_error`` if the template itself refuses the conversation, ``template_omits`` if it leaves out
+        something that the conversation says, ``unstable_prefix`` if it puts turns out of order or the answers cannot be
+        told apart, ``assistant_first`` if it does not show where a leading assistant turn begins,
+        ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking`` if thinking is
+        to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer has no word,
+        ``nothing_to_learn`` if no character is trained."""
         conversation = as_shown(conversation, self.thinking)
         reading = self._reader.read(conversation)
         text = reading.text

@@ -46,13 +46,8 @@ _running: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[ReadAhead]]" 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What one reading gave.
-
-    Attributes:
-        batch: None if there is none.
-        state: gives the source's state after this batch, also when more were read since; None where the source still
-            has that state, or does not exist.
-    """
+    """What one reading gave: a batch, an error, or neither. ``state`` gives the source's state after this batch, also
+    when more were read since; None where the source still has that state, or does not exist."""
 
     batch: Any = None
     error: Exception | None = None

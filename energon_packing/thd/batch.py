@@ -348,5 +348,7 @@ def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
 
     values = {key: getattr(batch, name) for name, keys in BOUNDARY_FIELDS.items() for key in keys}
     values |= {"qkv_format": "thd", "pad_between_seqs": batch.pad_between_seqs, "cp_partition_mode": "zigzag"}
-    known = {spec.name for spec in fields(PackedSeqParams)} - ({"total_tokens"} if not total_tokens else set())
+    if not total_tokens:
+        del values["total_tokens"]
+    known = {spec.name for spec in fields(PackedSeqParams)}
     return PackedSeqParams(**{name: value for name, value in values.items() if name in known})

@@ -166,12 +166,9 @@ def load_text_to_video_config(path: str | Path | None, overrides: Iterable[str] 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipLimits(PackLimits):
-    """The limits of one pack of clips; what `PackLimits` calls tokens are latent patches here.
-
-    Attributes:
-        text_tokens: of all clips, alignment padding included; None for no limit.
-        lone_room: a clip alone in its row that has the only padding needs room for a masked clip of one multiple.
-    """
+    """The limits of one pack of clips; what `PackLimits` calls tokens are latent patches here. ``text_tokens`` of all
+    clips count with alignment padding, None sets no limit. With ``lone_room`` a clip alone in its row that has the only
+    padding needs room for a masked clip of one multiple."""
 
     text_tokens: int | None = None
 

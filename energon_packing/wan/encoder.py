@@ -32,13 +32,9 @@ from energon_packing.wan.tensor_files import read_tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipPlan:
-    """One clip as the latent encoder will see it.
-
-    Attributes:
-        frame_indices: int64 ``[n]``, ascending, counted from the first frame shown; numbers repeat if the clip has
-            fewer frames per second than requested.
-        height, width: of the frames after resizing and cropping, pixels.
-    """
+    """One clip as the latent encoder will see it: height and width, in pixels, after resizing and cropping, and the
+    frames, int64 ``[n]``, ascending, counted from the first one shown; numbers repeat if the clip has fewer frames per
+    second than requested."""
 
     frame_indices: np.ndarray
     height: int
@@ -221,17 +217,11 @@ class TextToVideoEncoder:
         )
 
     def render(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> WanSample:
-        """Returns latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample.
-
-        Args:
-            read: returns the bytes of a clip or tensor by its name.
-
-        Raises:
-            SampleRejected: ``missing_media``, ``corrupt_media``, ``corrupt_tensor``, ``media_too_large``,
-                ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` if a size differs from the measured one;
-                ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips.
-            ConfigError: a model returned something other than it promised.
-        """
+        """Returns latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample;
+        ``read`` returns the bytes of a clip or tensor by its name. Raises ConfigError: a model returned something other
+        than it promised; or SampleRejected: ``missing_media``, ``corrupt_media``, ``corrupt_tensor``,
+        ``media_too_large``, ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` if a size differs from the
+        measured one; ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips."""
         sample = measured.sample
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)

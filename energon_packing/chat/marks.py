@@ -73,12 +73,9 @@ class Passing:
 
 
 class Marks:
-    """Writes a mark for every piece and collects these in ``pieces``, in the order of the conversation.
-
-    Args:
-        markup: leave tags inside texts as they are, for templates that look for them.
-        calls: mark calls, arguments and definitions too.
-    """
+    """Writes a mark for every piece and collects these in ``pieces``, in the order of the conversation. With
+    ``markup``, tags inside texts stay as they are, for templates that look for them; with ``calls``, calls, arguments
+    and definitions have marks too."""
 
     def __init__(self, *, markup: bool = False, calls: bool = True) -> None:
         self.pieces: list[Piece] = []
@@ -145,15 +142,9 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 def to_messages(
     conversation: Conversation, marks: Marks | None, passing: Passing, *, as_list: bool
 ) -> tuple[Messages, Tools]:
-    """Returns messages, one per turn, and tool definitions for a chat template (None if there are none).
-
-    Args:
-        marks: writes marks in place of what the conversation says; None leaves it as it is.
-        as_list: whether every content is a list of parts.
-
-    Raises:
-        SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
-    """
+    """Returns messages, one per turn, and tool definitions for a chat template (None if there are none). ``marks``
+    writes marks in place of what the conversation says; None leaves it as it is. With ``as_list`` every content is a
+    list of parts. Raises SampleRejected: ``bad_record`` if a tool call has no name or no arguments."""
     tools = [_definition(tool, marks) for tool in conversation.tools] if conversation.tools else None
     messages: Messages = []
     open_calls: list[tuple[str | None, str]] = []  # id and name

@@ -36,14 +36,9 @@ def builtin_prompts() -> list[str]:
 
 def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
     """Returns the Jinja text that ``encoder.chat_template`` stands for: a built-in name, or the path of a Jinja file.
-
-    Args:
-        tokenizer: must have the tokens that a prompt format declares.
-        media: texts of ``image``, ``video``, ``image_token`` and ``video_token``, as far as the processor has them.
-
-    Raises:
-        ConfigError: there is no such prompt or file, it cannot be read, or it does not fit the tokenizer.
-    """
+    The tokenizer must have the tokens that a prompt format declares; ``media`` has the texts of ``image``, ``video``,
+    ``image_token`` and ``video_token``, as far as the processor has them. Raises ConfigError: there is no such prompt
+    or file, it cannot be read, or it does not fit the tokenizer."""
     source = prompt_text(name)
     comment = _COMMENT.match(source.lstrip())
     declared: dict[str, list[str]] = {}

@@ -22,17 +22,10 @@ _PROBE = "energon packing probe"
 
 
 class TemplateRenderer:
-    """Renders messages with a chat template.
-
-    Args:
-        source: the Jinja text.
-        special: special tokens by name, as ``apply_chat_template`` passes them.
-        date: the day that ``strftime_now`` tells, as ``2026-01-31``; None refuses a template that asks for it.
-
-    Raises:
-        ConfigError: the template is not valid Jinja, shows no text of a plain conversation, draws at random, or asks
-            for the date without being given one.
-    """
+    """Renders messages with a chat template, the Jinja text ``source``. ``special`` are special tokens by name, as
+    ``apply_chat_template`` passes them; ``date`` is the day that ``strftime_now`` tells, as ``2026-01-31``, and None
+    refuses a template that asks for it. Raises ConfigError: the template is not valid Jinja, shows no text of a plain
+    conversation, draws at random, or asks for the date without being given one."""
 
     def __init__(self, source: str, special: Mapping[str, Any], *, date: str | None = None) -> None:
         code = _COMMENT.sub("", source)
@@ -50,15 +43,9 @@ class TemplateRenderer:
         self.content_as_list = self._wants_lists()
 
     def run(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Renders messages, with the generation prompt if ``prompt``.
-
-        Returns:
-            The text, and the spans ``[start, end)`` of characters that the template marks as generated.
-
-        Raises:
-            SampleRejected: ``template_error`` if the template refuses the messages.
-            ConfigError: the template is not valid Jinja.
-        """
+        """Renders messages, with the generation prompt if ``prompt``: returns the text, and the spans ``[start, end)``
+        of characters that the template marks as generated. Raises SampleRejected: ``template_error`` if the template
+        refuses the messages; ConfigError: the template is not valid Jinja."""
         import jinja2
 
         try:

@@ -47,7 +47,8 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A chat template bound to a tokenizer.
+    """A chat template bound to a tokenizer. Raises ConfigError: the tokenizer has no chat template or several, thinking
+    cannot be told from the answer as ``thinking`` asks, or as for `TemplateRenderer`.
 
     Args:
         source: the Jinja text; None takes the tokenizer's own.
@@ -55,10 +56,6 @@ class ChatTemplate:
         date: the day that the template is told, see `TemplateRenderer`.
 
     The other arguments are settings of `EncoderConfig`.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template or several, thinking cannot be told from the answer as
-            ``thinking`` asks, or as for `TemplateRenderer`.
     """
 
     def __init__(
@@ -84,10 +81,7 @@ class ChatTemplate:
                 "The processor has no chat template; name a Jinja file with encoder.chat_template, "
                 "or use a processor that ships one."
             )
-        self.source = source
-        self.train_on = train_on
-        self.thinking = thinking
-        self.train_line_break = train_line_break
+        self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)
@@ -104,17 +98,13 @@ class ChatTemplate:
         self.stops = StopTokens(sorted(ends), sorted({*special, *tokenizer.all_special_tokens}))
 
     def render(self, conversation: Conversation) -> RenderedChat:
-        """Renders one conversation.
-
-        Raises:
-            SampleRejected: ``template_error`` if the template itself refuses the conversation, ``template_omits`` if it
-                leaves out something that the conversation says, ``unstable_prefix`` if it puts turns out of order or
-                the answers cannot be told apart, ``assistant_first`` if it does not show where a leading assistant turn
-                begins, ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking``
-                if thinking is to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer
-                has no word, ``nothing_to_learn`` if no character is trained.
-            ConfigError: the template is not valid Jinja.
-        """
+        """Renders one conversation. Raises ConfigError: the template is not valid Jinja; or SampleRejected:
+        ``template_error`` if the template itself refuses the conversation, ``template_omits`` if it leaves out
+        something that the conversation says, ``unstable_prefix`` if it puts turns out of order or the answers cannot be
+        told apart, ``assistant_first`` if it does not show where a leading assistant turn begins,
+        ``loss_weight_mismatch`` if it does not show a weighted turn as generated, ``unclosed_thinking`` if thinking is
+        to be stripped or masked and a tag has no partner, ``empty_answer`` if a trained answer has no word,
+        ``nothing_to_learn`` if no character is trained."""
         conversation = as_shown(conversation, self.thinking)
         reading = self._reader.read(conversation)
         text = reading.text
@@ -301,10 +291,8 @@ class ChatTemplate:
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
     """Returns the text that stands for one image or video, for prompt formats that leave it to the processor.
 
-    Returns:
-        ``image`` and ``video``: what the processor's own template (``source``) writes for one between two texts, frame
-        included, or the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
-    """
+    ``image`` and ``video`` are what the processor's own template (``source``) writes for one between two texts, frame
+    included, or the placeholder if it writes none; ``image_token`` and ``video_token`` are the placeholder alone."""
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
     for kind, placeholder in placeholders.items():

@@ -33,16 +33,7 @@ Examples:
 @click.option("--schema", type=FILE, help="Also write a JSON Schema for editors.")
 @json_option
 def init(
-    dataset: str,
-    processor: str,
-    out: Path,
-    force: bool,
-    seq_length: int,
-    global_batch_size: int,
-    tensor_parallel: int,
-    context_parallel: int,
-    schema: Path | None,
-    as_json: bool,
+    dataset: str, processor: str, out: Path, force: bool, schema: Path | None, as_json: bool, **sizes: int
 ) -> None:
     """Write a configuration file with comments for DATASET.
 
@@ -63,22 +54,19 @@ def init(
     for path in (out, *([schema] if schema else [])):
         if path.exists() and not force:
             raise UserError(f"{path} exists already; name another file, or replace it with --force.")
-    sizes = ParallelConfig(
-        tensor_parallel=tensor_parallel, context_parallel=context_parallel, sequence_parallel=tensor_parallel > 1
-    )
-    check_multiple("--seq-length", seq_length, sizes.multiple)
+    parallel: dict[str, Any] = {f"{kind}_parallel": sizes[f"{kind}_parallel"] for kind in ("tensor", "context")}
+    # Tensor parallelism without it is refused by several models of Bridge.
+    parallel |= {"sequence_parallel": True} if sizes["tensor_parallel"] > 1 else {}
+    check_multiple("--seq-length", sizes["seq_length"], ParallelConfig(**parallel).multiple)
     given: dict[str, Any] = {
         "data.path": dataset,
         "data.workers": 2,
         "encoder.processor": processor,
-        "packing.seq_length": seq_length,
+        "packing.seq_length": sizes["seq_length"],
         "packing.window": 256,
-        "parallel.tensor_parallel": tensor_parallel,
-        "parallel.context_parallel": context_parallel,
-        # Tensor parallelism without it is refused by several models of Bridge.
-        **({"parallel.sequence_parallel": True} if tensor_parallel > 1 else {}),
+        **{f"parallel.{name}": size for name, size in parallel.items()},
         "training.micro_batch_size": 1,
-        "training.global_batch_size": global_batch_size,
+        "training.global_batch_size": sizes["global_batch_size"],
     }
     beside = None if schema is None else os.path.relpath(schema.absolute(), out.absolute().parent)
     write_whole(out, sketched_run(given, schema=beside))

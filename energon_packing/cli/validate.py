@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import click
@@ -106,18 +105,15 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
 def validate(
     ctx: click.Context,
     given: tuple[str, ...],
-    overrides: tuple[str, ...],
-    world_size: int | None,
     gpu_memory: int,
     gpu: str | None,
     kernels: str,
-    step: str | None,
     tokens_per_sample: int | None,
     measure: int | None,
-    model_configs: Path | None,
     data: bool,
     bridge: bool,
     as_json: bool,
+    **of_source: Any,
 ) -> None:
     """Check RUN against the rules of Megatron-Bridge, of Megatron-Core and of this package.
 
@@ -127,7 +123,7 @@ def validate(
     installed Megatron-Bridge judges the run itself or an equivalent.
     """
     starting(f"Checking {' '.join(given)}", quiet=as_json)
-    source = run_source(given, overrides=overrides, world_size=world_size, step=step, model_configs=model_configs)
+    source = run_source(given, **of_source)
     if measure is not None:
         source.measure(measure)
     view = source.view().changed(

@@ -325,12 +325,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class PackLoader(LoaderBase):
-    """Iterates packs of one data-parallel rank.
-
-    Args:
-        ahead: packs that may have been read since the one whose state `state_later` gives.
-        fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
-    """
+    """Iterates packs of one data-parallel rank. As many as ``ahead`` may have been read since the one whose state
+    `state_later` gives; ``fingerprint`` is what a saved state must match, such as
+    `PackingTaskEncoder.loader_fingerprint`."""
 
     def __init__(
         self,
@@ -429,15 +426,9 @@ class PackLoader(LoaderBase):
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; call before iterating. The state stays as it is, so it
-        can be restored again.
-
-        Raises:
-            ConfigError: it is not the state of such a loader, it is damaged, or it was saved with other settings, data
-                or readers; the first difference is named with both values.
-
-        Warns:
-            UserWarning: it differs in what ``data.accept_changed`` names.
-        """
+        can be restored again. Raises ConfigError: it is not the state of such a loader, it is damaged, or it was saved
+        with other settings, data or readers; the first difference is named with both values. Warns with a UserWarning
+        where it differs in what ``data.accept_changed`` names."""
         made = state.get("format") if isinstance(state, Mapping) else None
         if made != STATE_FORMAT or "loader" not in state:
             way_out = "give the state of this run, or start the data over"
@@ -514,7 +505,9 @@ def build_dataset(
     tells_end: bool = False,
     sequence: int | None = None,
 ) -> Any:
-    """Builds the Energon data set of packs for one data-parallel rank.
+    """Builds the Energon data set of packs for one data-parallel rank. Raises UserError: there is no data set at
+    ``data.path``, or it lacks the split; ConfigError: the processor or a size cannot be used, ``packing.pairs`` refuses
+    what is known of the data, or the data set names code (`energon_packing.trust`).
 
     Args:
         rank: data-parallel rank; all ranks of one replica use the same.
@@ -526,11 +519,6 @@ def build_dataset(
             `PackLoader`.
         sequence: samples that are read in their order before the reader goes on elsewhere; None reads
             whole shards, or where there are several readers, their chunks (`reader_shares`).
-
-    Raises:
-        UserError: there is no data set at ``data.path``, or it lacks the split.
-        ConfigError: the processor or a size cannot be used, ``packing.pairs`` refuses what is known of the data, or
-            the data set names code (`energon_packing.trust`).
     """
     chosen = split or config.data.split
     if not config.data.path:
@@ -584,15 +572,13 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> LoaderBase:
-    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`.
+    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`. Raises
+    ConfigError: ``data.path`` is not set, or as `build_dataset` and `energon_packing.open_loader`.
 
     Args:
         prefetch, agree: as for `PackLoader`.
         task_encoder, data_parallel_group, arguments: as for `build_dataset`; of a plan or of packs made from one, as
             for `energon_packing.open_loader`, which opens them.
-
-    Raises:
-        ConfigError: ``data.path`` is not set, or as `build_dataset` and `energon_packing.open_loader`.
     """
     path = config.data.path
     if not path:  # before a processor is loaded

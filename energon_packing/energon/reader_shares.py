@@ -153,17 +153,11 @@ def _of_chunks(sizes: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 def deal_samples(
     dataset: SavableDataset[Any], worker_config: WorkerConfig, media_tokens: MediaTokens | None = None
 ) -> None:
-    """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon.
+    """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon. ``media_tokens``
+    are those of the media of one sample; None counts them as nothing.
 
-    With one reader in all, Energon's own slices stay.
-
-    Args:
-        media_tokens: tokens of the media of one sample; None counts them as nothing.
-
-    Raises:
-        UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated cannot be
-            had by so many readers.
-    """
+    With one reader in all, Energon's own slices stay. Raises UserError: a data set that repeats without end has no
+    samples; or a fraction of one that is repeated cannot be had by so many readers."""
     sources = list(_sources(dataset))
     readers = max(worker_config.num_workers, 1) * worker_config.world_size
     for each in sources:

@@ -46,13 +46,8 @@ _running: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[ReadAhead]]" 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What one reading gave.
-
-    Attributes:
-        batch: None if there is none.
-        state: gives the source's state after this batch, also when more were read since; None where the source still
-            has that state, or does not exist.
-    """
+    """What one reading gave: a batch, an error, or neither. ``state`` gives the source's state after this batch, also
+    when more were read since; None where the source still has that state, or does not exist."""
 
     batch: Any = None
     error: Exception | None = None
@@ -409,20 +404,13 @@ class _Numbered:
         self.packs = self._road.number = int(state["packs"])
 
     def restore_together(self, read: Callable[[], Any]) -> Any:
-        """Continues at a saved state on all ranks of the run, or on none; a collective call of all ranks.
+        """Continues at a saved state on all ranks of the run, or on none; a collective call of all ranks. ``read``
+        returns this rank's state, as for `restore_state`, or None if it has none. Returns the state that was restored;
+        None if there is none on any rank.
 
         They compare what they restored: packs taken, kind of loader, position in a plan, fingerprint but for the rank.
-
-        Args:
-            read: returns this rank's state, as for `restore_state`; None if it has none.
-
-        Returns:
-            The state that was restored; None if there is none on any rank.
-
-        Raises:
-            ConfigError: a rank differs; the message names it, and both values.
-            UserError: a rank cannot read or restore its state; all raise what it says.
-        """
+        Raises ConfigError: a rank differs; the message names it, and both values; UserError: a rank cannot read or
+        restore its state; all raise what it says."""
 
         def act() -> tuple[Any, Facts]:
             state = read()
@@ -449,12 +437,9 @@ def _copied(road: _Road, copy: DeviceCopy) -> Made:
 class OneReader(_Numbered):
     """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
 
-    Args:
-        source: what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and ``restore_state``
-            of a `LoaderBase`; None on all other ranks.
-        depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
-            is asked for.
-    """
+    ``source`` is what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and
+    ``restore_state`` of a `LoaderBase`; None on all other ranks. ``depth`` packs are made ready before they are asked
+    for, the same on all ranks; 0 reads and passes on a pack when it is asked for."""
 
     def __init__(self, source: Any, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False) -> None:
         if (source is not None) != replica.is_reader:

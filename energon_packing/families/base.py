@@ -122,12 +122,9 @@ class VisionFamily(ABC):
         return tuple(self.plan(item) for item in media)
 
     def plan(self, media: Media) -> MediaPlan:
-        """Returns the geometry of one image or video from its size, frames and fps.
-
-        Raises:
-            SampleRejected: ``unsupported_media`` if the family does not accept the kind, ``media_geometry`` if its
-                processor refuses the size, ``unmeasured_media`` if a needed number is missing.
-        """
+        """Returns the geometry of one image or video from its size, frames and fps. Raises SampleRejected:
+        ``unsupported_media`` if the family does not accept the kind, ``media_geometry`` if its processor refuses the
+        size, ``unmeasured_media`` if a needed number is missing."""
         return self.measured(media, self.geometry)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:

@@ -167,12 +167,9 @@ def check_tiles(tiles: Any, where: str) -> None:
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
     """Refuses grid resolutions ``[[height, width], ...]`` that are missing, malformed, too many or too large.
 
-    Each image is compared with all of them, and padded to the one that is chosen for it.
-
-    Raises:
-        ConfigError: the list is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them,
-            or one of them exceeds ``most_pixels`` (``encoder.max_source_pixels``).
-    """
+    Each image is compared with all of them, and padded to the one that is chosen for it. Raises ConfigError: the list
+    is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them, or one of them exceeds
+    ``most_pixels`` (``encoder.max_source_pixels``)."""
     where = "image_grid_pinpoints of the image processor"
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
         raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
@@ -222,15 +219,13 @@ def rope_positions(
     """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.
 
     A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has ``p
-    + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``.
+    + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a
+    run and its grid differ in their number of tokens, or there are more of one than of the other.
 
     Args:
         input_ids: expanded token ids ``[L]``.
         grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, truncated.
         merge: patches of one token along each spatial axis.
-
-    Raises:
-        ValueError: a run and its grid differ in their number of tokens, or there are more of one than of the other.
     """
     visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
     edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))

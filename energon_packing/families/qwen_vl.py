@@ -31,21 +31,15 @@ DEFAULT_VIDEO_FPS = 2.0
 
 class QwenPatches:
     """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
+    Its limits are set already, and it takes what ``kind`` says (``image`` or ``video``); ``grid`` returns patches
+    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
 
     ``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way
     to the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function,
-    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both.
-
-    Args:
-        processor: its limits already set.
-        kind: ``image`` or ``video``: what the processor takes.
-        grid: patches ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-    """
+    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both."""
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
-        self._processor = processor
-        self._grid = grid
-        self._kind = kind
+        self._processor, self._kind, self._grid = processor, kind, grid
         self._pixels, self._grids = (
             ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
         )
@@ -320,10 +314,7 @@ class LlavaOneVision15(Qwen25VL):
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)
     mrope = False
-
-    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Returns positions ``[3, L]``, the same on all axes, as the text model counts them."""
-        return VisionFamily.positions(self, input_ids, plans)
+    positions = VisionFamily.positions  # the same on all axes, as the text model counts them
 
 
 class TimeSteps(Qwen25VL):

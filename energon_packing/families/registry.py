@@ -134,17 +134,11 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
 
 @functools.lru_cache
 def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) -> ModelCost:
-    """The cost of the model of ``packing.cost_model``; `CONSTANTS` where none is named, and, with a warning, where its
-    layers are not known. Its files run no code and need no network.
-
-    Args:
-        model: directory of its ``config.json``, or this file.
-        frozen: parts of it, see `model_cost`.
-        indexed: for sizes of an index, which counts attention windows of one size.
-
-    Raises:
-        ConfigError: there is no such file, it cannot be read, or an index does not count the model's windows.
-    """
+    """The cost of the model of ``packing.cost_model``, the directory of its ``config.json`` or this file; `CONSTANTS`
+    where none is named, and, with a warning, where its layers are not known. For ``frozen`` see `model_cost`;
+    ``indexed`` is for sizes of an index, which counts attention windows of one size. Its files run no code and need no
+    network. Raises ConfigError: there is no such file, it cannot be read, or an index does not count the model's
+    windows."""
     if not model:
         return CONSTANTS
     place = Path(model).parent if Path(model).name == "config.json" else Path(model)

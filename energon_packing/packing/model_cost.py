@@ -146,16 +146,14 @@ def model_cost(
 ) -> ModelCost | None:
     """Returns the cost of a step, or None if the model's layers are not known here.
 
-    A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once.
+    A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once. Raises
+    ConfigError: there is no such part.
 
     Args:
         config: Hugging Face's configuration of a model, or Bridge's provider.
         frozen: which of `PARTS` are; None for what a provider's ``freeze_...`` say. All of them for inference.
         adapted: which of `PARTS` are frozen but for low-rank adapters, which are not counted.
         causal: whether attention of the language model computes only the half of the pairs that it uses, as kernels do.
-
-    Raises:
-        ConfigError: there is no such part.
     """
     if unknown := {*adapted, *(frozen or ())} - {*PARTS}:
         raise ConfigError(f"A model has no part {sorted(unknown)[0]!r}; its parts are {', '.join(PARTS)}.")

@@ -56,11 +56,8 @@ def _warm_up(micro_batches: int, layout: Layout, rank: int) -> int:
 
 
 def operations(micro_batches: int, layout: Layout) -> list[list[Operation]]:
-    """The operations of each rank in Core's order.
-
-    Raises:
-        ConfigError: a size below 1, or a layout that Core refuses.
-    """
+    """The operations of each rank in Core's order. Raises ConfigError: a size below 1, or a layout that Core
+    refuses."""
     ranks, chunks, group = layout.ranks, layout.chunks, layout.group or layout.ranks
     left = micro_batches % max(group, 1)
     refuse(
@@ -167,14 +164,8 @@ def stage_costs(costs: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarr
 
 
 def simulate(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> Timeline:
-    """Runs one global batch's micro-batches in the order in which they are given.
-
-    Args:
-        forward, backward: cost of each micro-batch in each stage ``[M, P V]``, in any unit of time.
-
-    Raises:
-        ConfigError: a layout that Core refuses.
-    """
+    """Runs one global batch's micro-batches in the order in which they are given; ``forward`` and ``backward`` are the
+    cost of each in each stage ``[M, P V]``, in any unit of time. Raises ConfigError: a layout that Core refuses."""
     costs, graph = np.array([forward, backward], dtype=np.float64), _graph(len(forward), layout)
     ends = np.empty_like(costs)
     ends[graph.way, graph.micro_batch, graph.stage] = graph.ends(costs, np.arange(costs.shape[1])[None])[:, 0]

@@ -69,12 +69,9 @@ class ShownMedia:
 
 
 class WatchedTaskEncoder(PackingTaskEncoder):
-    """A task encoder that also keeps pictures of the media that it renders; for loaders without workers.
-
-    Attributes:
-        shown: key of a segment -> its media. A sample may come again, even in the same pack.
-        pictures_left: bytes that pictures may still take.
-    """
+    """A task encoder that also keeps pictures of the media that it renders; for loaders without workers. ``shown`` has
+    the media of each segment by its key, as a sample may come again, even in the same pack; ``pictures_left`` are the
+    bytes that pictures may still take."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -167,11 +164,9 @@ def drawn_pack(
     """Describes one pack for a page, whose samples have at most ``most`` characters of text; ``media`` gives the images
     and videos of a segment by its key.
 
-    Returns:
-        Plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are
-        ``[text, kind]`` or ``[number of the media]``, ``positions`` the first and last on each axis, and ``slices``
-        ``[rank, start, stop]`` in the row.
-    """
+    Returns plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are
+    ``[text, kind]`` or ``[number of the media]``, ``positions`` the first and last on each axis, and ``slices``
+    ``[rank, start, stop]`` in the row."""
     batch = pack.batch
     view = describe(pack, family, seq_length=seq_length)
     tokens = batch.tokens[0].numpy()

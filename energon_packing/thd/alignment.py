@@ -11,22 +11,13 @@ def alignment_multiple(
     sequence_parallel: bool = False,
     eval_context_parallel: int | None = None,
 ) -> int:
-    """The multiple, in tokens, to which every segment of a pack is padded.
+    """The multiple, in tokens, to which every segment of a pack is padded; 1 if no padding is needed. Sequence
+    parallelism has no effect at TP 1; without ``eval_context_parallel`` the CP size in evaluation is the same.
 
     Context parallelism cuts each segment into ``2 * CP`` pieces (zigzag); sequence parallelism scatters the row of one
     context-parallel rank over TP ranks. The rule is that of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2:
     ``lcm(2*CP if CP > 1 else 1, CP*TP if sequence_parallel and TP > 1 else 1)`` over the training and evaluation CP.
-
-    Args:
-        sequence_parallel: whether sequence parallelism is on; it has no effect at TP 1.
-        eval_context_parallel: CP size in evaluation; None if it is the same.
-
-    Returns:
-        The multiple in tokens; 1 if no padding is needed.
-
-    Raises:
-        ConfigError: a size below 1.
-    """
+    Raises ConfigError: a size below 1."""
     sizes = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
     if eval_context_parallel is not None:
         sizes["eval_context_parallel"] = eval_context_parallel

@@ -183,11 +183,8 @@ class PackedBatch:
     def media_of_model(self) -> Mapping[str, torch.Tensor]:
         """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL.
 
-        Bridge's Ernie model normalises the bytes of the pixels itself; nothing would show that it is done twice.
-
-        Raises:
-            PackingError: the row is one of Ernie 4.5 VL, and its pixels are not bytes.
-        """
+        Bridge's Ernie model normalises the bytes of the pixels itself; nothing would show that it is done twice. Raises
+        PackingError: the row is one of Ernie 4.5 VL, and its pixels are not bytes."""
         if EXPERT_TYPES not in self.extra:
             return self.finished().visual_inputs or {}
         visual = self.visual_inputs or {}
@@ -209,12 +206,9 @@ class PackedBatch:
         there for a row without pixels: vision towers take arguments of these names for their own attention.
         ``use_cache`` is False, because with a cache the models do not look for segments. Nothing here keeps them apart
         in layers of linear attention (Qwen3.5, Qwen3-Next, Mamba); and Qwen2-VL, Qwen2.5-VL, GLM-V and Ernie 4.5 VL
-        look for none by positions of one axis: set ``encoder.position_ids: mrope``, for data without media too.
-
-        Raises:
-            PackingError: a slice of context parallelism, positions of one axis for media whose model takes three, or a
-                weight other than 0 and 1, for which the models' own loss has no place.
-        """
+        look for none by positions of one axis: set ``encoder.position_ids: mrope``, for data without media too. Raises
+        PackingError: a slice of context parallelism, positions of one axis for media whose model takes three, or a
+        weight other than 0 and 1, for which the models' own loss has no place."""
         row, counted = self.finished(), torch.arange(self.total_tokens, device=self.tokens.device)
         if self.cp_size != 1:
             raise PackingError(
@@ -248,12 +242,9 @@ class PackedBatch:
 
         Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
         and ``input_ids`` are one object, ``max_seqlen_q`` is a 0-D int32 tensor on the host, ``total_tokens`` an int,
-        and padded boundaries are omitted if there are none. ``extra`` fields have their own names.
-
-        Raises:
-            PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
-                input for which the installed ``GenericVisualInputs`` has no field, or as `media_of_model`.
-        """
+        and padded boundaries are omitted if there are none. ``extra`` fields have their own names. Raises PackingError:
+        the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual input for which the
+        installed ``GenericVisualInputs`` has no field, or as `media_of_model`."""
         if self.cp_size != 1:
             raise PackingError(
                 f"this batch is the slice of context-parallel rank {self.cp_rank} of {self.cp_size}, and Bridge slices "
@@ -317,16 +308,11 @@ def widened(batch: PackedBatch, width: int) -> PackedBatch:
 
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:
     """The batch with boundary arrays of ``max_segments + 1`` entries, the last boundary repeated, for CUDA graphs.
+    ``max_seqlen`` is its value for all rows of the run, because a captured graph keeps the first one.
 
     Repeated boundaries are segments of length 0, which text attention kernels skip. Models that rebuild positions from
-    boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected.
-
-    Args:
-        max_seqlen: the value of ``max_seqlen`` for all rows of the run, because a captured graph keeps the first one.
-
-    Raises:
-        PackingError: the batch has more segments than announced, or a longer one, or is not text only.
-    """
+    boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected. Raises PackingError:
+    the batch has more segments than announced, or a longer one, or is not text only."""
     if batch.visual_inputs or batch.position_ids.dim() == 3:
         raise PackingError("boundary arrays of fixed length are for text models; this batch has images or mRoPE")
     spare = max_segments - batch.num_segments
@@ -355,27 +341,14 @@ def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
     """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, for the installed version.
 
     If that version has ``pad_between_seqs``, it is set from what the host knows about the row, so that no release of
-    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it.
-
-    Args:
-        total_tokens: passes the row's length, from which Megatron-Core derives ``seq_idx``. State-space and
-            linear-attention layers need it; for a pure transformer it is a small extra computation on the device.
-    """
+    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it. With
+    ``total_tokens`` it has the row's length, from which Megatron-Core derives ``seq_idx``. State-space and
+    linear-attention layers need it; for a pure transformer it is a small extra computation on the device."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    padded = batch.cu_seqlens_padded
-    values: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": batch.cu_seqlens,
-        "cu_seqlens_kv": batch.cu_seqlens,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
-        "max_seqlen_q": batch.max_seqlen,
-        "max_seqlen_kv": batch.max_seqlen,
-        "pad_between_seqs": batch.pad_between_seqs,
-        "cp_partition_mode": "zigzag",
-    }
-    if total_tokens:
-        values["total_tokens"] = batch.total_tokens
+    values = {key: getattr(batch, name) for name, keys in BOUNDARY_FIELDS.items() for key in keys}
+    values |= {"qkv_format": "thd", "pad_between_seqs": batch.pad_between_seqs, "cp_partition_mode": "zigzag"}
+    if not total_tokens:
+        del values["total_tokens"]
     known = {spec.name for spec in fields(PackedSeqParams)}
     return PackedSeqParams(**{name: value for name, value in values.items() if name in known})

@@ -42,16 +42,12 @@ INVARIANTS = {
 
 
 def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
-    """The invariants that do not hold; empty if all hold.
+    """The invariants of a batch that do not hold; empty if all hold. A batch on an accelerator is copied to the host,
+    which costs more than the check.
 
-    Args:
-        batch: a batch on the host (one on an accelerator is copied, which costs more than the check).
-
-    Returns:
-        Sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes, dtypes or boundaries are wrong,
-        invariants that depend on them are not checked. In a context-parallel slice, only metadata and shapes are
-        checked.
-    """
+    Returns sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes, dtypes or boundaries are wrong,
+    invariants that depend on them are not checked. In a context-parallel slice, only metadata and shapes are
+    checked."""
     found = list(_types(batch)) or list(_shapes(batch))
     if found:
         return found
@@ -71,18 +67,13 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
 def check_media(
     batch: PackedBatch, *, merge_size: int, image_token_id: int | None = None, video_token_id: int | None = None
 ) -> list[str]:
-    """The samples whose placeholders and media do not match, for families with grids (Qwen2-VL and its descendants).
+    """The samples whose placeholders and media do not match, for families with grids (Qwen2-VL and its descendants):
+    one sentence per mismatch, beginning with ``"media: "``; empty if all match. The ids are those of the placeholders;
+    None if the family has none.
 
     A sample must have as many placeholder tokens as its own grids have merged patches, and as many patches as its grids
     state. With any other number, the model would silently read another sample's image, because it only compares sums
-    over the row.
-
-    Args:
-        image_token_id, video_token_id: placeholders; None if the family has none.
-
-    Returns:
-        One sentence per mismatch, beginning with ``"media: "``; empty if all match.
-    """
+    over the row."""
     found: list[str] = []
     starts = batch.boundaries.tolist()
     tokens = batch.tokens[0].cpu().numpy()

@@ -52,15 +52,9 @@ class PixelForm:
 
 
 def finish(visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm]) -> dict[str, torch.Tensor]:
-    """Returns the visual inputs with the named ones as float32 numbers, on the device where their bytes are.
-
-    Args:
-        visual: name -> tensor; those that ``forms`` names are uint8 in the layout of their form.
-        forms: name -> how its bytes become numbers; names that ``visual`` lacks are ignored.
-
-    Raises:
-        PackingError: a named input is not uint8, or the input that holds its sizes is missing.
-    """
+    """Returns the visual inputs with those that ``forms`` names as float32 numbers, on the device where their bytes
+    are: uint8 in the layout of their form. Names that ``visual`` lacks are ignored. Raises PackingError: a named input
+    is not uint8, or the input that holds its sizes is missing."""
     result = dict(visual)
     for name, form in forms.items():
         if name not in visual:
@@ -120,12 +114,9 @@ def _finished(pixels: torch.Tensor, form: PixelForm) -> torch.Tensor:
 
 
 def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Tensor]:
-    """Returns views ``[3, height, width]`` of the images.
-
-    Args:
-        pixels: ``[images, 3, H, W]``, padded below and to the right; or ``[values]``, one image after another.
-        sizes: ``[images, 2]``, height and width; on the host, or the host waits for the device.
-    """
+    """Returns views ``[3, height, width]`` of images ``[images, 3, H, W]`` that are padded below and to the right, or
+    of ``[values]``, one image after another. ``sizes`` are ``[images, 2]``, height and width; on the host, or the host
+    waits for the device."""
     shapes = [(3, height, width) for height, width in sizes.tolist()]
     if pixels.dim() == 1:
         sides = [math.prod(shape) for shape in shapes]

@@ -104,17 +104,15 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
 def verify_targets(
     keys: Sequence[str], starts: np.ndarray, lengths: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
 ) -> None:
-    """Checks that no label of a joined row reaches into the next sample and that every weight has a target.
+    """Checks that no label of a joined row reaches into the next sample and that every weight has a target. Raises
+    PackingError: a sample's last token has a target; a weight is negative, infinite or NaN; a token with a weight has
+    no label. The message names the sample and the token.
 
     Args:
         starts: ``[B + 1]``, where each sample begins in the row.
         lengths: ``[B]``, real tokens of each sample.
         labels: ``[T]`` int64, already shifted.
         loss_mask: ``[T]`` weights.
-
-    Raises:
-        PackingError: a sample's last token has a target; a weight is negative, infinite or NaN; a token with a weight
-            has no label. The message names the sample and the token.
     """
     ends = starts[:-1] + lengths - 1
     bad = np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))
@@ -142,16 +140,10 @@ def verify_targets(
 def join_extra(
     keys: Sequence[str], arrays: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], starts: np.ndarray, width: int
 ) -> dict[str, torch.Tensor]:
-    """The extra token-aligned fields of all samples as rows ``[1, width]``.
-
-    Args:
-        arrays: one mapping per sample, with every field as ``[length]``.
-        fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
-        starts: ``[B + 1]``, where each sample begins in the row.
-
-    Raises:
-        PackingError: a sample has a field in another dtype; types of tokens would silently become fractions.
-    """
+    """The extra token-aligned fields of all samples as rows ``[1, width]``, in which samples begin at ``starts`` ``[B +
+    1]``. Each sample has every field as ``[length]``; ``fields`` are name -> `TokenField`, or the padding value where
+    the first sample decides about the dtype. Raises PackingError: a sample has a field in another dtype; types of
+    tokens would silently become fractions."""
     joined: dict[str, torch.Tensor] = {}
     for name, value in fields.items():
         field = (
@@ -211,15 +203,10 @@ def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict
 
 
 def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
-    """The rows that the batch was assembled from, without padding: the inverse of `energon_packing.thd.assemble`.
-
-    Returns:
-        One mapping per sample with ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or
-        ``[3, L]``), every extra field and, if the sample had any, ``visual_inputs``; all tensors are views.
-
-    Raises:
-        PackingError: the batch is a context-parallel slice, which holds only pieces of its samples.
-    """
+    """The rows that the batch was assembled from, without padding: the inverse of `energon_packing.thd.assemble`. Each
+    sample has ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or ``[3, L]``), every extra
+    field and, if it had any, ``visual_inputs``; all tensors are views. Raises PackingError: the batch is a
+    context-parallel slice, which holds only pieces of its samples."""
     if batch.cp_size != 1:
         raise PackingError("a context-parallel slice holds pieces of samples; reassemble the slices, then unpack")
     starts = batch.boundaries.tolist()

@@ -47,6 +47,7 @@ _UNPACKED = partial(FamilyLine, packed=False, context_parallel=False)
 _RAISING = partial(_UNPACKED, why="raises on packed rows", holds=("packed_seq_params is not supported",))
 _KIMI = partial(FamilyLine, name="Kimi K2.5", source="models/kimi_vl/modeling_kimi_k25_vl.py")
 _PASSES = "packed_seq_params=packed_seq_params"
+_SLICED = partial(FamilyLine, holds=(_PASSES, "slice_batch_for_context_parallel"))
 _WITHOUT_CP = partial(
     FamilyLine,
     context_parallel=False,
@@ -120,17 +121,9 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         source="models/gemma/modeling_gemma4.py",
         holds=(_PASSES, "packed_seq=packed_seq, cp_group=cp_group"),
     ),
-    FamilyLine(
-        name="Ministral 3",
-        processors=("PixtralProcessor",),
-        source="models/ministral3/modeling_ministral3.py",
-        holds=(_PASSES, "slice_batch_for_context_parallel"),
-    ),
-    FamilyLine(
-        name="MiniMax-M3 VL",
-        processors=("MiniMaxM3VLProcessor",),
-        source="models/minimax_m3/modeling_minimax_m3_vl.py",
-        holds=(_PASSES, "slice_batch_for_context_parallel"),
+    _SLICED(name="Ministral 3", processors=("PixtralProcessor",), source="models/ministral3/modeling_ministral3.py"),
+    _SLICED(
+        name="MiniMax-M3 VL", processors=("MiniMaxM3VLProcessor",), source="models/minimax_m3/modeling_minimax_m3_vl.py"
     ),
     _UNPACKED(
         name="Nemotron-VL",

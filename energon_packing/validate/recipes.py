@@ -43,16 +43,10 @@ SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
 
 
 def container_of_recipe(name: str, model_configs: Path | None) -> Any:
-    """Returns the ``ConfigContainer`` that a recipe function returns.
-
-    Args:
-        name: ``module:function``; modules of the current folder are found as with ``python -m``.
-        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
-
-    Raises:
-        ConfigError: no such recipe, or one that fails.
-        UserError: Bridge cannot be imported.
-    """
+    """Returns the ``ConfigContainer`` that a recipe function (``module:function``) returns; modules of the current
+    folder are found as with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used
+    instead of the hub if it has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge
+    cannot be imported."""
     module_name, _, function_name = name.partition(":")
     _bridge()
     with without_output(), _found_here():
@@ -243,6 +237,7 @@ _KIND_OF_CLASS: dict[str, DatasetKind] = {
 TEXT_MODELS = {"Gemma4ModelProvider": "gemma4_text", "Gemma4DenseProvider": "gemma4_text"}
 """Providers of text whose names are those of a family that sees, with the names that transformers has for text."""
 
+_OVERLAPS = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm")
 _OF_HEADS = ("hidden_size", "num_attention_heads", "kv_channels", "global_kv_channels", "global_head_dim")
 """Settings that determine the width of heads; Gemma 4 has wider ones where it attends to the whole sequence."""
 
@@ -303,7 +298,6 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "vision_frozen": bool(frozen) and all(frozen),
             "head_dim": widest,
             "value_dim": value_dim,
-            "tp_comm_overlap": any(getattr(part, "tp_comm_overlap", False) for part in (model, source.comm_overlap)),
             "model_tokens": TokenFacts(
                 size=_embedding_rows(model),
                 placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),
@@ -315,9 +309,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             # As `PackingTaskEncoder` chooses for an encoder of one's own.
             **({"padding": "between"} if isinstance(encoder, str) and fields.get("padding") == "auto" else {}),
             "failure_tolerance": _failure_tolerance(dataset, keywords),
-            "overlap_moe_expert_parallel_comm": any(
-                getattr(part, "overlap_moe_expert_parallel_comm", False) for part in (model, source.comm_overlap)
-            ),
+            **{name: any(getattr(part, name, False) for part in (model, source.comm_overlap)) for name in _OVERLAPS},
             "megatron_fsdp": any(getattr(part, "use_megatron_fsdp", False) for part in (source.ddp, source.dist)),
             "fp8_recipe": _fp8_recipe(container),
             "memory": memory_of(container, final, vocabulary=_embedding_rows(model), world_size=world_size),

@@ -158,27 +158,17 @@ class TextToVideoRunConfig:
 
 
 def load_text_to_video_config(path: str | Path | None, overrides: Iterable[str] = ()) -> TextToVideoRunConfig:
-    """Reads a configuration file.
-
-    Args:
-        path: YAML file; None starts from the defaults.
-        overrides: ``section.key=value``, in order.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value.
-    """
+    """Reads a configuration from a YAML file (None starts from the defaults), and the overrides ``section.key=value``
+    in order. Raises ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value."""
     values, where = load_values(path, overrides)
     return from_mapping(TextToVideoRunConfig, values, where=where)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipLimits(PackLimits):
-    """The limits of one pack of clips; what `PackLimits` calls tokens are latent patches here.
-
-    Attributes:
-        text_tokens: of all clips, alignment padding included; None for no limit.
-        lone_room: a clip alone in its row that has the only padding needs room for a masked clip of one multiple.
-    """
+    """The limits of one pack of clips; what `PackLimits` calls tokens are latent patches here. ``text_tokens`` of all
+    clips count with alignment padding, None sets no limit. With ``lone_room`` a clip alone in its row that has the only
+    padding needs room for a masked clip of one multiple."""
 
     text_tokens: int | None = None
 

@@ -32,13 +32,9 @@ from energon_packing.wan.tensor_files import read_tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipPlan:
-    """One clip as the latent encoder will see it.
-
-    Attributes:
-        frame_indices: int64 ``[n]``, ascending, counted from the first frame shown; numbers repeat if the clip has
-            fewer frames per second than requested.
-        height, width: of the frames after resizing and cropping, pixels.
-    """
+    """One clip as the latent encoder will see it: height and width, in pixels, after resizing and cropping, and the
+    frames, int64 ``[n]``, ascending, counted from the first one shown; numbers repeat if the clip has fewer frames per
+    second than requested."""
 
     frame_indices: np.ndarray
     height: int
@@ -58,11 +54,8 @@ def plan_clip(
     points: tuple[float, ...] = (),
 ) -> ClipPlan:
     """Returns the plan of a clip of ``frames`` frames (at ``points``) of ``width`` x ``height`` pixels as displayed.
-
-    Raises:
-        SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
-        ConfigError: ``frame_size`` does not divide into patches.
-    """
+    Raises SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch; ConfigError:
+    ``frame_size`` does not divide into patches."""
     patch_frames, patch_height, patch_width = config.patch
     wanted = fps if config.fps is None else config.fps
     # Frames at the requested rate inside the clip; the tolerance is for rates like 30000/1001.
@@ -96,10 +89,7 @@ def plan_clip(
 
 def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, int]) -> tuple[int, int]:
     """Returns height and width of a resized frame: at most ``max_pixels``, never enlarged, multiples of ``multiples``.
-
-    Raises:
-        SampleRejected: ``too_small`` if a side would be 0.
-    """
+    Raises SampleRejected: ``too_small`` if a side would be 0."""
     scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     sides = [math.floor(side * scale / of) * of for side, of in zip((height, width), multiples, strict=True)]
     if 0 in sides:
@@ -111,14 +101,8 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
 
 
 def resize_frames(frames: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Scales frames to cover ``height`` x ``width`` and crops the centre, so that nothing is distorted.
-
-    Args:
-        frames: uint8 ``[n, 3, H, W]``.
-
-    Returns:
-        uint8 ``[n, height, width, 3]``, contiguous.
-    """
+    """Scales frames, uint8 ``[n, 3, H, W]``, to cover ``height`` x ``width`` and crops the centre, so that nothing is
+    distorted. Returns uint8 ``[n, height, width, 3]``, contiguous."""
     old_height, old_width = frames.shape[-2:]
     if (old_height, old_width) != (height, width):
         scale = max(height / old_height, width / old_width)
@@ -165,15 +149,10 @@ class MeasuredClip:
 
 
 class TextToVideoEncoder:
-    """Measures and renders text-to-video samples.
-
-    Args:
-        latent_encoder: for records with a video; None makes one from ``config.vae``, if that is set.
-        caption_encoder: for records without stored embeddings; None makes one from ``config.text_encoder``.
-
-    Raises:
-        ConfigError: a model cannot be used, or its latents or embeddings are not of the configured width.
-    """
+    """Measures and renders text-to-video samples. Without a ``latent_encoder``, for records with a video, one is made
+    from ``config.vae`` if that is set; without a ``caption_encoder``, for records without stored embeddings, one from
+    ``config.text_encoder``. Raises ConfigError: a model cannot be used, or its latents or embeddings are not of the
+    configured width."""
 
     def __init__(
         self,
@@ -209,13 +188,10 @@ class TextToVideoEncoder:
         return settings | named | getattr(self.caption_encoder, "stated", {})
 
     def measure(self, sample: TextToVideo) -> MeasuredClip:
-        """Counts patches and text tokens of a sample, without reading its video or tensors.
-
-        Raises:
-            SampleRejected: ``wrong_shape`` for latents or embeddings of another width, or latents that do not divide
-                into patches; ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``.
-            ConfigError: the record needs a model that the configuration does not name.
-        """
+        """Counts patches and text tokens of a sample, without reading its video or tensors. Raises SampleRejected:
+        ``wrong_shape`` for latents or embeddings of another width, or latents that do not divide into patches;
+        ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``; ConfigError: the
+        record needs a model that the configuration does not name."""
         channels, frames = self.config.latent_channels, 0
         seen: tuple[tuple[str, str], ...] = ()
         shape: Any = sample.latents and sample.latents.shape
@@ -241,17 +217,11 @@ class TextToVideoEncoder:
         )
 
     def render(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> WanSample:
-        """Returns latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample.
-
-        Args:
-            read: returns the bytes of a clip or tensor by its name.
-
-        Raises:
-            SampleRejected: ``missing_media``, ``corrupt_media``, ``corrupt_tensor``, ``media_too_large``,
-                ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` if a size differs from the measured one;
-                ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips.
-            ConfigError: a model returned something other than it promised.
-        """
+        """Returns latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample;
+        ``read`` returns the bytes of a clip or tensor by its name. Raises ConfigError: a model returned something other
+        than it promised; or SampleRejected: ``missing_media``, ``corrupt_media``, ``corrupt_tensor``,
+        ``media_too_large``, ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` if a size differs from the
+        measured one; ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips."""
         sample = measured.sample
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
         text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)

@@ -156,7 +156,9 @@ def pack_wan(
     capacity: int | None = None,
     compat: Compat = "none",
 ) -> WanPack:
-    """Lays videos side by side in one row, and their texts in another.
+    """Lays videos side by side in one row, and their texts in another. Raises ConfigError: a multiple below 1, an
+    unknown ``compat``; PackingError: an empty pack, a latent or text of a wrong shape, values that are not finite, a
+    text longer than `BRIDGE_TEXT_LENGTH` unless ``compat`` is ``"none"``, or a row above ``capacity``; by key.
 
     Args:
         samples: in the order of the row; `clip_order` tells one that needs no filler.
@@ -167,11 +169,6 @@ def pack_wan(
 
     If only the last video has padding, kernels would take the row for unpadded (`energon_packing.thd.assembly`), so a
     filler of ``multiple`` patches and text tokens follows it. Rows of ``compat="bridge"`` have none.
-
-    Raises:
-        ConfigError: a multiple below 1, an unknown ``compat``.
-        PackingError: an empty pack, a latent or text of a wrong shape, values that are not finite, a text longer than
-            `BRIDGE_TEXT_LENGTH` unless ``compat`` is ``"none"``, or a row above ``capacity``; by key.
     """
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ConfigError(f"multiple must be a whole number of at least 1, not {multiple!r}")

@@ -102,12 +102,8 @@ class TextToVideo:
 
     @classmethod
     def from_record(cls, key: str, record: Any) -> "TextToVideo":
-        """Reads what `to_record` wrote.
-
-        Raises:
-            SampleRejected: ``bad_record`` if the JSON is not of that form, ``media_outside_root`` if a name is absolute
-                or holds ``..``, and the reasons of `TextToVideo` itself.
-        """
+        """Reads what `to_record` wrote. Raises SampleRejected: ``bad_record`` if the JSON is not of that form,
+        ``media_outside_root`` if a name is absolute or holds ``..``, and the reasons of `TextToVideo` itself."""
         _RECORD.check_keys(record, _RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
         if record.get("kind") != RECORD_KIND:

@@ -84,16 +84,14 @@ TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=SU
 
 
 class TextToVideoTaskEncoder(WindowTaskEncoder):
-    """Measures, selects, renders and assembles clips; every name here is part of Energon's contract.
+    """Measures, selects, renders and assembles clips; every name here is part of Energon's contract. Raises
+    ConfigError: a model cannot be used.
 
     Args:
         latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
         cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
-
-    Raises:
-        ConfigError: a model cannot be used.
     """
 
     packing: TextToVideoPackingConfig
@@ -213,13 +211,9 @@ def build_text_to_video_loader(
     task_encoder: TextToVideoTaskEncoder | None = None,
     **arguments: Any,
 ) -> LoaderBase:
-    """Returns a loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
-
-    Args:
-        latent_encoder, caption_encoder: models of your own; None takes those of ``config.encoder``.
-        task_encoder: None builds one from the configuration and the two models.
-        arguments, and what is raised: as for `energon_packing.energon.loader.build_loader`.
-    """
+    """Returns a loader of packs of clips for one data-parallel rank; its packs are `ClipPack`. The encoders are models
+    of your own; None takes those of ``config.encoder``. Without a ``task_encoder`` one is built from both. Further
+    arguments, and what is raised, are as for `energon_packing.energon.loader.build_loader`."""
     models = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
     task_encoder = task_encoder or build_text_to_video_task_encoder(config, **models)
     run: Any = config if has_global_packs(config.data.path) else _shared_settings(config)

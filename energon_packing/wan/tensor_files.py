@@ -62,15 +62,10 @@ class TensorInfo(NamedTuple):
 
 
 def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> TensorInfo:
-    """Returns what the header of a seekable file says.
-
-    Args:
-        names: candidates in a file with several tensors; the first that it holds is taken. One tensor needs none.
-
-    Raises:
-        SampleRejected: ``unknown_tensor_format``, ``corrupt_tensor`` (not a file of that format, or cut off),
-            ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype`` (no floating-point numbers), ``wrong_shape`` (empty).
-    """
+    """Returns what the header of a seekable file says; ``names`` are candidates in a file with several tensors, of
+    which the first that it holds is taken. Raises SampleRejected: ``unknown_tensor_format``, ``corrupt_tensor`` (not a
+    file of that format, or cut off), ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype`` (no floating-point
+    numbers), ``wrong_shape`` (empty)."""
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
     if suffix == "npy":

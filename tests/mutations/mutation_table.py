@@ -224,8 +224,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/batch.py",
-                'values["total_tokens"] = batch.total_tokens',
-                'values["total_tokens"] = batch.real_tokens',
+                "    if not total_tokens:\n",
+                '    values["total_tokens"] = batch.real_tokens\n    if not total_tokens:\n',
             ),
         ),
         needs_bridge=True,

@@ -166,9 +166,8 @@ def look_at_ledger(ledger: str | None, place: str) -> Look:
         why = f"{there} is a file, so no ledger can be written to {ledger}"
     elif not os.access(there, os.W_OK | os.X_OK):
         why = f"{there} cannot be written"
-    at = f"{place}: {ledger}"
-    error = Look("packing-ledger", at, "error", why, "name another directory")
-    return error if why else Look("packing-ledger", at, "ok", "it can be written")
+    good = Look("packing-ledger", f"{place}: {ledger}", "ok", "it can be written")
+    return replace(good, outcome="error", why=why, fix="name another directory") if why else good
 
 
 def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:

@@ -48,15 +48,9 @@ def measuring_encoder(
 
 
 def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, one_a_row: bool = False) -> DataFacts:
-    """Measures the first samples of the training split as the loader would, and packs them.
-
-    Args:
-        one_a_row: the run reads single samples, where a preference pair cannot be two rows.
-
-    Raises:
-        UserError: the data set or the processor cannot be used.
-        ConfigError: none of the samples can be used.
-    """
+    """Measures the first samples of the training split as the loader would, and packs them; ``one_a_row`` if the run
+    reads single samples, where a preference pair cannot be two rows. Raises UserError: the data set or the processor
+    cannot be used; ConfigError: none of the samples can be used."""
     from megatron.energon import get_loader
 
     from energon_packing.energon.loader import build_dataset

@@ -1,7 +1,4 @@
-"""Rules about experts with packed rows: how tokens reach them, and what padding costs them.
-
-Nothing else reports these before GPUs are taken.
-"""
+"""Rules about experts with packed rows: how tokens reach them, and what padding costs them."""
 
 from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
@@ -76,10 +73,8 @@ _capacity_and_padding = warning_rule(
         core("transformer/moe/router.py", "probs, routing_map = apply_router_token_dropping("),
         core("transformer/moe/router.py", "capacity_factor=self.config.moe_expert_capacity_factor,"),
     ),
-    why=lambda view: (
-        f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their "
-        "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask"
-    ),
+    why="moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what exceeds their capacity, and "
+    "Megatron-Core's router counts padding as tokens, even with a padding mask",
     fix="leave moe_expert_capacity_factor out",
 )
 

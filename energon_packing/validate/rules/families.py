@@ -1,7 +1,4 @@
-"""Rules about what model families do with packed rows: the family table, vision gradients, deepstack features.
-
-Nothing else reports these: the run starts, and computes something other than what it claims.
-"""
+"""Rules about what model families do with packed rows: the family table, vision gradients, deepstack features."""
 
 from collections.abc import Callable
 
@@ -70,10 +67,8 @@ _family_listed = warning_rule(
     applies=lambda view: view.reaches_the_step_packed and view.model is not None,
     holds=_is_known,
     sources=(SourceLine("energon_packing/validate/family_table.py", "FAMILY_TABLE"),),
-    why=lambda view: (
-        f"docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed "
-        "row apart"
-    ),
+    why="docs/families.md does not list {view.model}: nobody has checked that it keeps the samples of a packed row "
+    "apart",
     fix="compare its loss on packed rows with that on each sample alone before you train it",
 )
 

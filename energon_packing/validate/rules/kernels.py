@@ -53,15 +53,10 @@ def _fp8_multiple(view: RunView) -> Finding | None:
 
 
 def machine_of(gpu: str | None, versions: str) -> Machine | None:
-    """Returns the GPU, and the versions beside it, that a run is judged for; None without a GPU.
-
-    Args:
-        gpu: a name of `GPUS`, or None for the one of this machine.
-        versions: such as ``te=2.18,cudnn=9.19,flash=2+3``; others are those installed here, or assumed.
-
-    Raises:
-        ConfigError: no such GPU, or a version that cannot be read or precedes the table.
-    """
+    """Returns the GPU, and the versions beside it, that a run is judged for; None without a GPU. ``gpu`` is a name of
+    `GPUS`, or None for the one of this machine; ``versions`` are such as ``te=2.18,cudnn=9.19,flash=2+3``, others those
+    installed here, or assumed. Raises ConfigError: no such GPU, or a version that cannot be read or precedes the
+    table."""
     sm = next((sm for names, sm in GPUS.items() if gpu and gpu.lower() in names.split()), None)
     if gpu and sm is None:
         raise ConfigError(f"--gpu {gpu} is none of {', '.join(' '.join(GPUS).split())}.")
@@ -221,9 +216,7 @@ _overlap_needs_one_width = rule(
     applies=lambda view: view.packed and view.tp_comm_overlap and view.sequence_parallel and view.tensor_parallel > 1,
     holds=lambda view: view.rows_of_one_width,
     sources=(bridge("training/initialize.py", "(model_config.seq_length * micro_batch_size) // model_config.context"),),
-    why=lambda view: (
-        f"tp_comm_overlap is on: its buffers are made for rows of {view.model_seq_length} tokens, and rows differ"
-    ),
+    why="tp_comm_overlap is on: its buffers are made for rows of {view.model_seq_length} tokens, and rows differ",
     fix=lambda view: (
         "set tp_comm_overlap to false" + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true")
     ),

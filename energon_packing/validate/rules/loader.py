@@ -10,10 +10,8 @@ _epochs_need_finite_data = bridges_rule(
     applies=lambda view: view.num_epochs is not None,
     holds=lambda view: view.dataset_kind == "gpt_sft",
     bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
-    why=lambda view: (
-        f"num_epochs is {view.num_epochs}, but Energon's data is endless: Bridge counts epochs of "
-        "GPTSFTDatasetConfig only"
-    ),
+    why="num_epochs is {view.num_epochs}, but Energon's data is endless: Bridge counts epochs of GPTSFTDatasetConfig "
+    "only",
     fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
 )
 
@@ -27,28 +25,23 @@ _epochs_need_whole_batches = bridges_rule(
     ),
     holds=lambda view: view.dataloader_type == "batch",
     bridge_says=("num_epochs is currently supported only with dataloader_type",),
-    why=lambda view: f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
+    why="num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
     fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
 )
 
 
-@warning_rule(
+_longest_sample = warning_rule(
     id="ours/longest-sample",
     order=1330,
     checks="the longest samples fit into a row",
     place="energon_packing.encoders",
     applies=lambda view: view.data is not None,
+    holds=lambda view: view.data is None or view.data.too_long == 0,
     sources=(SourceLine("energon_packing/encoders/fitting.py", 'return SampleRejected("oversize"'),),
+    why="{view.data.too_long} of {view.data.measured} measured samples are longer than a row of "
+    "{view.dataset_seq_length}; the longest has {view.data.longest} tokens",
+    fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
 )
-def _longest_sample(view: RunView) -> Finding | None:
-    data = view.data
-    if data is None or data.too_long == 0:
-        return None
-    return Finding(
-        why=f"{data.too_long} of {data.measured} measured samples are longer than a row of "
-        f"{view.dataset_seq_length}; the longest has {data.longest} tokens",
-        fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
-    )
 
 
 @warning_rule(
@@ -111,9 +104,7 @@ _failures_are_limited = rule(
     applies=lambda view: view.failure_tolerance is not None,
     holds=lambda view: (view.failure_tolerance or 0) > 0,
     sources=(SourceLine("megatron/energon/errors.py", "Set to 0 to disable tolerance checking."),),
-    why=lambda view: (
-        f"failure_tolerance is {view.failure_tolerance}, which means no limit in Energon: a data set that "
-        "always fails is read forever, and the run waits for its first batch"
-    ),
+    why="failure_tolerance is {view.failure_tolerance}, which means no limit in Energon: a data set that always fails "
+    "is read forever, and the run waits for its first batch",
     fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
 )

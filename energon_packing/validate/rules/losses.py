@@ -1,8 +1,5 @@
 """Rules about what a packed run's loss sums (weights of tokens, shifted labels), about the weights it begins with, and
-about its learning rate.
-
-Nothing else reports these before GPUs are taken.
-"""
+about its learning rate."""
 
 from energon_packing.validate.rules.rule import (
     Finding,
@@ -70,10 +67,8 @@ _weights_need_token_loss = rule(
     applies=lambda view: view.dataset_kind == "packed_energon" and view.loss_weighting not in (None, "token"),
     holds=lambda view: view.calculate_per_token_loss,
     sources=(SourceLine("energon_packing/encoders/targets.py", "divided by the sum of the weights."),),
-    why=lambda view: (
-        f"loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the "
-        "step, but calculate_per_token_loss is false: each pack would divide by its own sum"
-    ),
+    why="loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the step, but "
+    "calculate_per_token_loss is false: each pack would divide by its own sum",
     fix="set training.calculate_per_token_loss to true",
 )
 

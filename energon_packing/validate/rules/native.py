@@ -27,7 +27,7 @@ _buffer_size = data_set_rule(
     applies=lambda view: view.dataset_kind == "energon" and view.packing_buffer_size is not None,
     holds=lambda view: (view.packing_buffer_size or 0) > 0,
     bridge_says=("packing_buffer_size must be greater than 0 when set",),
-    why=lambda view: f"packing_buffer_size is {view.packing_buffer_size}",
+    why="packing_buffer_size is {view.packing_buffer_size}",
     fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
 )
 
@@ -37,10 +37,8 @@ _one_owner = _of_data_set(
     checks="Bridge's own packing and in-batch packing are not both on",
     holds=lambda view: not view.enable_in_batch_packing,
     bridge_says=("packing_buffer_size and enable_in_batch_packing=True are mutually exclusive",),
-    why=lambda view: (
-        f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would "
-        "be packed twice"
-    ),
+    why="packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would be packed "
+    "twice",
     fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
 )
 
@@ -107,7 +105,7 @@ _no_mtp = _native_rule(
     checks="no multi-token prediction over rows that Bridge packs itself",
     holds=lambda view: view.mtp_num_layers == 0,
     bridge_says=("Energon native sequence packing does not support MTP",),
-    why=lambda view: f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
+    why="mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
     fix="set mtp_num_layers to 0",
 )
 
@@ -142,7 +140,7 @@ _no_pipeline = _native_rule(
     checks="rows of Bridge's own packing go through one pipeline stage",
     holds=lambda view: view.pipeline_parallel == 1,
     bridge_says=("Energon native sequence packing does not yet support pipeline parallelism",),
-    why=lambda view: f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
+    why="pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
     fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
 )
 

@@ -92,7 +92,7 @@ _graphs_need_fixed_width = bridges_rule(
         not (view.full_iteration_graph or view.cuda_graph_impl == "transformer_engine") or view.pad_to_max_length
     ),
     bridge_says=("Offline packing with CUDA graphs requires dataset pad_to_max_length=True",),
-    why=lambda view: f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
+    why="cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
     fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
 )
 
@@ -103,7 +103,7 @@ _graphs_need_fixed_boundaries = bridges_rule(
     applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.graphs_capture_attention or view.pad_cu_seqlens,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
-    why=lambda view: f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
+    why="cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
     fix=lambda view: (
         f"set {'packing' if view.dataset_kind == 'packed_energon' else 'offline_packing_specs'}.pad_cu_seqlens to "
         "true, or leave attention out of the capture"
@@ -153,10 +153,8 @@ _step_packs_in_batch = rule(
     applies=lambda view: view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None,
     holds=lambda view: view.step_packs,
     sources=(bridge("training/vlm_step.py", "requires collate-time in-batch packing; set defer_in_batch_packing_to"),),
-    why=lambda view: (
-        f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
-        "padded"
-    ),
+    why="defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
+    "padded",
     fix=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
 )
 
@@ -191,10 +189,8 @@ _captured_rows_are_alike = rule(
     severity="warning",  # not seen on a GPU
     holds=lambda view: not view.pads_between,
     sources=(attention("dot_product_attention.py", "not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])"),),
-    why=lambda view: (
-        f"samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first "
-        "row whether there is padding between them; other rows may lose keys or attend to padding"
-    ),
+    why="samples are padded to a multiple of {view.multiple}, and a CUDA graph of attention keeps from its first row "
+    "whether there is padding between them; other rows may lose keys or attend to padding",
     fix="leave attention out of the capture, or set packing.padding to real",
 )
 
@@ -245,10 +241,8 @@ _own_packing_of_bridge = rule(
         bridge("data/builders/energon.py", "packing_buffer_size=self.config.packing_buffer_size,"),
         SourceLine("megatron/energon/task_encoder/base.py", "pack_selected_samples methods must be provided in the"),
     ),
-    why=lambda view: (
-        f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
-        f"{view.bridge_name} have no packing: Energon stops with the first buffer"
-    ),
+    why="packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
+    "{view.bridge_name} have no packing: Energon stops with the first buffer",
     fix="leave packing_buffer_size out, or use energon_packing.bridge.dataset.use_packed_data",
 )
 
@@ -260,10 +254,8 @@ _metadata_beside_packed_file = rule(
     applies=lambda view: view.pad_cu_seqlens and view.dataset_kind == "gpt_sft",
     holds=lambda view: view.packed_metadata_missing is None,
     sources=(bridge("data/packing/gpt_sft.py", "a metadata json file is required when pad_cu_seqlens is enabled"),),
-    why=lambda view: (
-        f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
-        "the number of boundaries from"
-    ),
+    why="pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take the number of "
+    "boundaries from",
     fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
     "pad_cu_seqlens to false",
 )

@@ -29,11 +29,9 @@ _micro_batch_of_data_set = data_set_rule(
     applies=_own_micro_batch,
     holds=lambda view: view.dataset_micro_batch_size == view.micro_batch_size,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match train.micro_batch_size",),
-    why=lambda view: (
-        f"the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
-        f"{view.micro_batch_size}"
-    ),
-    fix=lambda view: f"set the data set's micro_batch_size to {view.micro_batch_size}",
+    why="the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
+    "{view.micro_batch_size}",
+    fix="set the data set's micro_batch_size to {view.micro_batch_size}",
 )
 
 _eval_micro_batch_of_data_set = data_set_rule(
@@ -43,11 +41,9 @@ _eval_micro_batch_of_data_set = data_set_rule(
     applies=_own_micro_batch,
     holds=lambda view: not view.do_validation or view.dataset_micro_batch_size == view.eval_micro,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match validation.eval_micro_batch_size",),
-    why=lambda view: (
-        f"the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
-        f"{view.eval_micro}"
-    ),
-    fix=lambda view: f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
+    why="the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
+    "{view.eval_micro}",
+    fix="set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
 )
 
 
@@ -74,10 +70,8 @@ _per_token_loss = data_set_rule(
     applies=_finetuning_with_cp,
     holds=lambda view: view.calculate_per_token_loss,
     bridge_says=("When finetuning with CP>1, calculate_per_token_loss must be True",),
-    why=lambda view: (
-        f"calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all "
-        "masked divides by zero"
-    ),
+    why="calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all masked divides "
+    "by zero",
     fix="set training.calculate_per_token_loss to true",
 )
 
@@ -91,10 +85,8 @@ _no_average_in_collective = data_set_rule(
         not view.average_in_collective or (view.megatron_fsdp and not view.disable_symmetric_registration)
     ),
     bridge_says=("When finetuning with CP>1, average_in_collective must be False",),
-    why=lambda view: (
-        f"average_in_collective is true at CP {view.context_parallel}: it averages over ranks with "
-        "different numbers of trained tokens"
-    ),
+    why="average_in_collective is true at CP {view.context_parallel}: it averages over ranks with different numbers "
+    "of trained tokens",
     fix="set training.average_in_collective to false",
 )
 
@@ -172,8 +164,8 @@ _pack_size_is_positive = bridges_rule(
     applies=lambda view: view.enable_offline_packing and not view.enable_in_batch_packing,
     holds=lambda view: view.packed_sequence_size is None or view.packed_sequence_size > 0,
     bridge_says=("packed_sequence_size must be greater than 0",),
-    why=lambda view: f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
-    fix=lambda view: f"set it to the row width, {view.dataset_seq_length}",
+    why="offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
+    fix="set it to the row width, {view.dataset_seq_length}",
 )
 
 _same_seq_length = data_set_rule(
@@ -184,8 +176,8 @@ _same_seq_length = data_set_rule(
     applies=lambda view: view.dataset_kind in _SIZED and view.source != "argument",
     holds=lambda view: view.model_seq_length == view.dataset_seq_length,
     bridge_says=("Please ensure sequence length configuration in model config and",),
-    why=lambda view: f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
-    fix=lambda view: f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
+    why="the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
+    fix="set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
 )
 
 _widths_are_fixed = data_set_rule(
@@ -196,10 +188,8 @@ _widths_are_fixed = data_set_rule(
     applies=lambda view: view.width_fixed_by_bridge and not view.as_wide_as_its_samples,
     holds=lambda view: view.pad_to_max_length,
     severity="note",
-    why=lambda view: (
-        f"Bridge turns pad_to_max_length on at PP {view.pipeline_parallel}, EP {view.expert_parallel}: every row will "
-        f"be {view.dataset_seq_length} tokens wide"
-    ),
+    why="Bridge turns pad_to_max_length on at PP {view.pipeline_parallel}, EP {view.expert_parallel}: every row will "
+    "be {view.dataset_seq_length} tokens wide",
     fix="set packing.pad_to_max_length to true to say so",
 )
 
@@ -209,9 +199,7 @@ _lengths_vary = bridges_rule(
     checks="in-batch packing in a pipeline exchanges widths",
     applies=lambda view: view.enable_in_batch_packing and view.pipeline_parallel > 1,
     severity="note",
-    why=lambda view: (
-        f"in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and "
-        "stages exchange the width of every micro-batch"
-    ),
+    why="in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and stages exchange "
+    "the width of every micro-batch",
     fix="nothing to do",
 )

@@ -1,7 +1,8 @@
 """What a rule is, all rules, and the judgement of a run by them. Needs neither torch nor Bridge.
 
-Bridge stops at its first error; `judge` lists every rule that does not hold, each with the values and the fix. A
-conformance test compares the verdicts with the installed Bridge, rule by rule.
+Nothing else reports the rules ``ours/...`` before GPUs are taken, and some not even then: the run computes something
+other than what it claims. Bridge stops at its first error; `judge` lists every rule that does not hold, each with the
+values and the fix. A conformance test compares the verdicts with the installed Bridge, rule by rule.
 """
 
 from collections.abc import Callable
@@ -117,11 +118,12 @@ def rule(
     **settings: Any,
 ) -> Any:
     """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`.
-    With ``why`` and ``fix`` (texts, or functions that return them) it returns the rule itself."""
+    With ``why`` and ``fix`` (texts, in which ``{view.model}`` stands for the run's, or functions that return them) it
+    returns the rule itself."""
     of = partial(Rule, applies=applies, holds=holds, **settings)
 
     def finding(view: RunView) -> Finding:
-        said = [text(view) if callable(text) else text for text in (why, fix)]
+        said = [text(view) if callable(text) else text.format(view=view) for text in (why, fix)]
         return Finding(why=said[0], fix=said[1])
 
     return of(finds=finding) if why else lambda finds: of(finds=finds)

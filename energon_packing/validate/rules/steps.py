@@ -1,7 +1,4 @@
-"""Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows.
-
-Nothing else reports these: the run starts, and computes something other than what it claims.
-"""
+"""Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows."""
 
 from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
@@ -182,10 +179,8 @@ _one_packed_row_over_cp = rule(
     sources=(bridge("training/gpt_step.py", "batches expect micro-batch size 1 for context-parallel slicing"),),
     # Of training, bridge/one-pack-a-micro-batch speaks.
     holds=lambda view: not view.evaluates or (view.eval_micro_batch_size or 1) <= 1,
-    why=lambda view: (
-        f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
-        "first evaluation stops the run"
-    ),
+    why="eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the first "
+    "evaluation stops the run",
     fix="set training.eval_micro_batch_size to 1",
 )
 
@@ -196,10 +191,8 @@ _middle_stages_see_boundaries = warning_rule(
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
     applies=_undeclared_provider_in_a_long_pipeline,
     sources=(bridge("training/gpt_step.py", "uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),),
-    why=lambda view: (
-        f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on "
-        "middle stages, so packed rows would attend across samples there"
-    ),
+    why="the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle stages, "
+    "so packed rows would attend across samples there",
     fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
     f"step {OUR_STEP}.forward_step",
 )

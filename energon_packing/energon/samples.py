@@ -102,13 +102,15 @@ def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def first_of_same(samples: Sequence[Sample]) -> list[int]:
-    """For each sample, the position of the first that is the same: that has its key, or its piece's, and data set."""
+    """For each sample, the position of the first that is the same: that has its key, or its piece's, and was read from
+    the same place of the same data set. Keys that a cooker makes need not be unique."""
     times = Counter(sample.__key__ for sample in samples)
     if len(times) == len(samples):
         return [*range(len(samples))]
-    first: dict[tuple[str, str], int] = {}
-    of = [data_of(sample) if times[sample.__key__] > 1 else "" for sample in samples]
-    return [first.setdefault((sample.__key__, of[at]), at) for at, sample in enumerate(samples)]
+    first: dict[tuple[Any, ...], int] = {}
+    several = [sample.__sources__ or () if times[sample.__key__] > 1 else () for sample in samples]
+    read = [[(str(it.dataset_path), it.shard_name, it.index) for it in each[:1]] for each in several]
+    return [first.setdefault((sample.__key__, *read[at]), at) for at, sample in enumerate(samples)]
 
 
 def group_of(sample: Sample) -> str:

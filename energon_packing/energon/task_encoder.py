@@ -11,6 +11,7 @@ Energon's own ``packing_buffer_size`` works too: step 2 then packs disjoint buff
 import dataclasses
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -104,6 +105,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     accept_changed: tuple[str, ...] = ()
     tells_end: bool = False
     takes_buffers: bool = False
+    _told: bool = False  # of copies in the window
     _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
     @property
@@ -272,7 +274,17 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
-        held = [group[at] for at in sorted(set(first_of_same([samples[at] for at in group])))]
+        same = first_of_same([samples[at] for at in group])
+        held = [group[at] for at in sorted(set(same))]
+        if 2 * len(held) < len(group) and not self._told and sum(units[at] for at in held) < self.limits.units:
+            self._told = True
+            sample = samples[group[Counter(same).most_common(1)[0][0]]]
+            warnings.warn(
+                f"Most of the packing window are copies, as of sample {sample.__key__} of {data_of(sample)}, and all "
+                "others together do not fill a pack, which has no sample twice. Lower the weight of this data set, or "
+                "use fewer workers (docs/packing.md, Small data sets).",
+                stacklevel=2,
+            )
         chosen = next_pack(
             self.packing.policy,
             [units[at] for at in held],

@@ -221,9 +221,14 @@ def _finite(build: Callable[[bool], Any]) -> tuple[Any, bool]:
 
 def open_pass(config: AnyRun, *, must_end: bool = False, **arguments: Any) -> LoaderBase:
     """`open_loader` of one pass of the data, also where a run repeats them; of a blend with weights, which has no end,
-    of its mix. Raises as `open_loader`; UserError: it `must_end`, and is such a blend."""
-    data = [replace(config, data=replace(config.data, repeat=repeat)) for repeat in (False, not must_end)]
-    return _finite(lambda repeat: open_loader(data[repeat], **arguments))[0]
+    of its mix. A plan's packs are in its own order. Raises as `open_loader`; UserError: it `must_end`, and is such a
+    blend."""
+    data = replace(config.data, repeat=False, epoch_end="uneven", order_micro_batches=False)
+
+    def build(repeat: bool) -> LoaderBase:
+        return open_loader(replace(config, data=replace(data, repeat=repeat and not must_end)), **arguments)
+
+    return _finite(build)[0]
 
 
 class EvaluationPacks(PositionedPacks):

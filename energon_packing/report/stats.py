@@ -284,10 +284,11 @@ def packings(
         parallel = run.parallel if multiple == own[1] else parallel
         packing = dataclasses.replace(run.packing, seq_length=row)
         dealt = _Dealt(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
+        readers = min(ranks * max(run.data.workers, 1), max(round(dealt.epoch), 1))
         planned = [None] if samples.whole and dealt.alike and len(dealt.kept) <= PLANNED else []
         for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), *planned):
             is_own = (row, multiple, window) == (*own, run.packing.window)
-            yield _packed(samples, dealt, window, ranks if is_own else 0, seed)
+            yield _packed(samples, dealt, window, readers, ranks if is_own else 0, seed)
 
 
 def planned_packing(planned: Mapping[str, float]) -> dict[str, Any]:
@@ -426,7 +427,9 @@ def _sizes(samples: StatsSamples) -> Sizes:
     return Sizes(**{name: samples.columns.get(name, empty) for name in names})
 
 
-def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: int, seed: int) -> dict[str, Any]:
+def _packed(
+    samples: StatsSamples, dealt: "_Dealt", window: int | None, readers: int, ranks: int, seed: int
+) -> dict[str, Any]:
     run, kept, scale = dealt.run, dealt.kept, samples.total / samples.measured
     lost, lost_error = dealt.lost_share(samples)
     found: dict[str, Any] = {
@@ -441,7 +444,7 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
         nothing = dict.fromkeys((*names, *(f"{name}_error" for name in names), "steps", "steps_error", "part"), 0)
         return found | nothing | {"fills": []}
     whole = not window or (samples.whole and dealt.alike and samples.measured <= STREAM)
-    made = [*dealt.replicates(window, whole, seed)]
+    made = [*dealt.replicates(window, whole, seed, readers)]
     figures = np.array([each for each, _ in made])
     figures[:, 3] *= dealt.epoch
     if samples.whole:  # how many tokens there are is known
@@ -458,7 +461,6 @@ def _packed(samples: StatsSamples, dealt: "_Dealt", window: int | None, ranks: i
     found |= {f"steps{end}": found[f"packs{end}"] / run.training.global_batch_size for end in ("", "_error")}
     if ranks:
         room = found["fill"] * run.packing.seq_length
-        readers = min(ranks * max(run.data.workers, 1), max(round(dealt.epoch), 1))
         more = [dealt.at_the_end(run.packing.window, readers, room, [seed, at]) for at in range(REPLICATES)]
         error = _student(REPLICATES) * float(np.std(more, ddof=1)) * math.sqrt(readers * (1 + readers / REPLICATES))
         found |= {"end_packs": max(round(readers * float(np.mean(more))), 0), "end_packs_error": error}
@@ -538,23 +540,41 @@ class _Dealt:
         return ratio(samples, self.lost * often, samples.tokens * often, most=2 * self.limits.tokens)
 
     def _stream(self, random: np.random.Generator, drawn: np.ndarray, least: int) -> np.ndarray:
-        """Numbers of pieces of the samples `drawn`, in random order, `least` or more; those of one are neighbours."""
+        """Numbers of pieces of the samples `drawn`, in random order, `least` or more; those of one are neighbours. The
+        shuffle buffer mixes passes of fewer samples than it has."""
         often = -(-least // max(int(self.pieces[drawn].sum()), 1))
-        numbers = np.concatenate([random.permutation(drawn) for _ in range(often)])
+        mixed = often if drawn.size < self.run.data.shuffle_buffer else 1
+        passes = [np.tile(drawn, mixed)] * (often // mixed)
+        numbers = np.concatenate([random.permutation(each) for each in passes])
         count = self.pieces[numbers]
         return np.repeat(self.starts[numbers] - np.cumsum(count) + count, count) + np.arange(count.sum())
 
-    def replicates(self, window: int | None, whole: bool, seed: int) -> Iterator[tuple[list[float], np.ndarray]]:
+    def _share_of(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Numbers of a reader's samples, each once where there are enough."""
+        return random.choice(self.share.size, count, bool(np.count_nonzero(self.share) < count), self.share)
+
+    def replicates(
+        self, window: int | None, whole: bool, seed: int, readers: int
+    ) -> Iterator[tuple[list[float], np.ndarray]]:
         """Of each fill, alignment, tail, packs per sample, and the fill of padded micro-batches and of rows of one
-        sample; and the cost of each pack. Without a window, of a plan of all.
+        sample; and the cost of each pack. Without a window, of a plan of all; else of one of so many readers, whose
+        window holds a share of few samples several times.
 
         Each goes on with what the one before still held: a window that begins empty has too good a choice until several
         times its samples have passed (rows of halves: 97 % full at first, 87 % in the end).
         """
+        from energon_packing.energon.reader_shares import LEAST
+
         row, limits, held = self.run.packing.seq_length, self.limits, np.arange(0)
+        own = round(self.epoch / readers if self.epoch >= LEAST * readers else self.epoch)
+        few = own < min(window or 0, self.share.size)
         for number in range(REPLICATES if window else 1):
             random = np.random.default_rng([seed, number])
-            drawn = np.arange(self.share.size) if whole else random.choice(self.share.size, self.drawn, p=self.share)
+            drawn = np.arange(self.share.size)
+            if few:
+                drawn, held = self._share_of(random, own), held[:0]
+            elif not whole:
+                drawn = random.choice(self.share.size, self.drawn, p=self.share)
             if not self.pieces[drawn].any():  # of very few
                 drawn = np.arange(self.share.size)
             stream = self._stream(random, drawn, 1)
@@ -564,7 +584,7 @@ class _Dealt:
                 stream = np.append(held, self._stream(random, drawn, least))
             sizes = self.kept.sizes.take(stream)
             costs_of = sum(self.cost.costs(sizes))
-            packs = [*self._packs(stream, window, steady=True)]
+            packs = [*self._packs(stream, window, steady=True, once=self.whole or few)]
             held = np.delete(stream, np.concatenate(packs)) if packs else held
             if window:
                 ends = np.cumsum([len(pack) for pack in packs])
@@ -584,14 +604,15 @@ class _Dealt:
         """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""
         random = np.random.default_rng([*seed, 1])
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
-        drawn = random.choice(self.share.size, own, bool(np.count_nonzero(self.share) < own), self.share)
-        stream = self._stream(random, drawn, 1)
+        stream = self._stream(random, self._share_of(random, own), 1)
         return len([*self._packs(stream, window, steady=False)]) - float(self.tokens_of[stream].sum()) / room
 
-    def _packs(self, stream: np.ndarray, window: int | None, *, steady: bool) -> Iterable[np.ndarray]:
-        """Packs of a stream in turn; if `steady`, those made before it has ended."""
+    def _packs(
+        self, stream: np.ndarray, window: int | None, *, steady: bool, once: bool = False
+    ) -> Iterable[np.ndarray]:
+        """Packs of a stream in turn, of a number `once` in each; if `steady`, those made before it has ended."""
         limits, packing, sizes = self.limits, self.run.packing, self.kept.sizes.take(stream)
-        numbers = stream if self.whole else np.arange(stream.size)  # of a part, what comes again stands for others
+        numbers = stream if once else np.arange(stream.size)  # of a part, what comes again stands for others
         units: Any = limits.length_units(sizes)
         limited = Constraints(costs=costs(limits, sizes), limits=limits.limited)
         if window is None:

@@ -3,16 +3,19 @@
 import itertools
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from made_data import chat, converted, metadataset
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
+from megatron.energon.epathlib import EPath
+from megatron.energon.source_info import SourceInfo
 
 from energon_packing.config import RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
-from energon_packing.energon.samples import by_group, group_name
+from energon_packing.energon.samples import by_group, first_of_same, group_name
 from energon_packing.errors import ConfigError, PackingError
 
 
@@ -285,3 +288,32 @@ def test_copies_in_the_window_count_for_their_group_and_leave_room_for_the_other
     fill = [pack.batch.real_tokens / 1024 for pack in packs if pack.keys[0][0] == "b"]
     assert len(fill) > 2
     assert sum(fill) / len(fill) > 0.9, "a window full of copies of two samples would leave no choice"
+
+
+@pytest.mark.parametrize(("count", "others", "ranks"), [(5, 200, 1), (100, 0, 10)])
+def test_that_copies_make_rows_of_a_blend_or_of_a_small_share_emptier_is_told_once(
+    tmp_path, run_config, count, others, ranks
+):
+    path = str(few(tmp_path / "few", count))
+    if others:
+        entries = [{"weight": 1, "path": str(dataset_entry(str(few(tmp_path / "more", others, "b"))))}]
+        entries.append({"weight": 1, "path": str(dataset_entry(path))})
+        path = metadataset(tmp_path / "blend.yaml", {"blend": entries})
+    loaders = [
+        build_loader(run_config(data={"path": path, "repeat": True}, seq_length=length, window=64), world_size=ranks)
+        for length in (4096, 256)
+    ]
+    with pytest.warns(UserWarning, match="Most of the packing window are copies, as of sample a-") as told:
+        packs = first(loaders[0], 20)
+    assert len(told) == 1
+    assert sum(pack.batch.real_tokens for pack in packs[10:]) < 10 * 2048
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first(loaders[1], 20)
+
+
+def test_equal_keys_that_a_cooker_made_are_other_samples_if_they_were_read_from_other_places():
+    read = [("a", "shard-0.tar", 0), ("a", "shard-0.tar", 1), ("a", "shard-1.tar", 0), ("b", "shard-0.tar", 0)] * 2
+    sources = [SourceInfo(dataset_path=EPath("/" + at), shard_name=of, index=n, file_names=()) for at, of, n in read]
+    samples = [SimpleNamespace(__key__="same", __sources__=(source,)) for source in sources]
+    assert first_of_same(samples) == [0, 1, 2, 3, 0, 1, 2, 3]

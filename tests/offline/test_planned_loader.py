@@ -28,6 +28,7 @@ from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.packing.pipeline import Layout, best_order, simulate, stage_costs
+from energon_packing.report.preview import Wanted, wanted_packs
 
 
 def planned(run, dataset, folder, *, also=(), **settings):
@@ -130,6 +131,15 @@ def indices(run, count, *, state=None, **of):
     if state is not None:
         loader.restore_state(state)
     return [pack.index for pack in itertools.islice(loader, count)], loader.save_state()
+
+
+def test_the_packs_of_a_plan_that_are_shown_are_those_asked_for_however_a_run_orders_them(plan_of):
+    run, plan = ordering(plan_of, batch=6), Plan.open(plan_of.data.path)
+    for first, key in ((1, None), (3, None), (0, plan.packs(3, 4)[0].samples[0].key)):
+        wanted = Wanted(packs=1, first=first, key=key)
+        ((pack, places),) = wanted_packs(run, build_task_encoder(run), wanted, lambda *_: None, print)
+        assert pack.index == (first or 3)
+        assert all(places)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (1, 2)])

@@ -188,6 +188,8 @@ def test_one_pass_of_the_data_is_shown_and_no_sample_of_it_again(dataset):
     keys = [segment["key"] for pack in packs for segment in pack["segments"] if segment["key"]]
     assert 0 < len(packs) < 500
     assert len(set(keys)) == len(keys)
+    ends = ["--set", "data.repeat=false", "--set", "data.epoch_end=drop"]  # which ends with whole steps of all ranks
+    assert json.loads(preview(dataset, "--packs", 500, "--text-width", 0, "--json", *ends).stdout)["packs"] == packs
 
 
 def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_path):

@@ -1,6 +1,7 @@
 """Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -441,6 +442,21 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, demo_
     own = readers["all"]
     assert [own["least_tokens"], own["most_tokens"]] == [min(given), max(given)]
     assert own["mean_tokens"] == pytest.approx(sum(given) / 3)
+
+
+@pytest.mark.parametrize("readers", [1, 4, 6])
+def test_rows_of_readers_that_have_less_than_a_row_are_as_full_as_their_loaders_make_them(dataset, readers):
+    """40 samples; of six readers, each has the whole data set."""
+    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "data.workers=0", "packing.window=64"]
+    sets += ["packing.seq_length=32768", "data.repeat=true"]
+    options = [word for each in sets for word in ("--set", each)]
+    own, *others = result(dataset, *options, "--data-parallel", readers, "--full", "--workers", 0)["packing"]
+    run, fills = load_config(None, [*sets, f"data.path={dataset}"]), []
+    for rank in range(readers):
+        packs = [*itertools.islice(build_loader(run, rank=rank, world_size=readers), 14)]
+        fills += [pack.batch.real_tokens / 32768 for pack in packs[4:]]
+    assert own["fill"] == pytest.approx(plain.mean(fills), rel=0.1)
+    assert all(each["fill"] == pytest.approx(own["fill"], rel=0.1) for each in others if each["window"])
 
 
 @pytest.mark.parametrize(

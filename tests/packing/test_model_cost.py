@@ -336,9 +336,7 @@ def test_a_plan_without_transformers_says_what_a_cost_of_a_model_needs(tmp_path,
 
 
 def test_a_wrong_directory_or_part_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"packing\.cost_model: only Bridge has 'model', the run's; name the directory"
-    ):
+    with pytest.raises(ConfigError, match=r"packing\.cost_model: only Bridge has 'model', the run's; name"):
         cost_of("model")
     with pytest.raises(ConfigError, match=r"has no config\.json; name the directory"):
         cost_of(str(tmp_path))
@@ -448,7 +446,7 @@ def test_what_a_provider_freezes_counts_as_frozen(bridge):
 
 def test_a_provider_that_is_not_finished_has_the_feed_forward_parts_that_it_will_have(bridge):
     provider = bridge.provider(PUBLISHED["Llama"]())
-    provider.ffn_hidden_size = None
+    provider.ffn_hidden_size, provider.apply_rope_fusion = None, False
     early = model_cost(provider)
     provider.finalize()
     assert provider.ffn_hidden_size

@@ -279,13 +279,12 @@ class PackedEnergonDatasetConfig(PackProvider):
         )
 
     def _model_cost(self) -> ModelCost:
-        """The cost of the run's model; of its parts those are frozen that the model or PEFT freezes. Adapters outside
-        of the language model are not seen."""
+        """The cost of the run's model; of its parts those are frozen that the model or PEFT freezes. Adapters are seen
+        only in a frozen language model."""
         model, peft = getattr(self._run, "model", None), getattr(self._run, "peft", None)
-        parts = {} if peft is None else {part: getattr(peft, f"freeze_{part}", True) for part in PARTS}
-        frozen = [part for part in parts if parts[part] or getattr(model, f"freeze_{part}", False)]
-        adapted = () if peft is None else ("language_model",)
-        found = None if model is None else model_cost(model, frozen=frozen if parts else None, adapted=adapted)
+        frozen = [it for it in PARTS if getattr(peft, f"freeze_{it}", True) or getattr(model, f"freeze_{it}", False)]
+        adapted = [it for it in frozen if it == "language_model" and peft is not None]
+        found = model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
         if found is None:
             warnings.warn(f"dataset.packing.cost_model: the layers of {type(model).__name__} {UNKNOWN}", stacklevel=2)
         return found or CONSTANTS

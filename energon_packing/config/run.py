@@ -185,11 +185,11 @@ class PackingConfig:
     """Images x largest height x largest width of a pack, where a family pads them to that: Pixtral, Ministral 3."""
     balance_window: int = setting(1, unit="packs", changes="packs", least=1)
     """Number of selected packs that are sorted by cost before they are emitted; 1 keeps the order of selection."""
-    cost_model: str = setting("", changes="packs", newer=True)
+    cost_model: str = setting("", changes="packs", stated="packing.cost_model", newer=True)
     """Directory of the ``config.json`` of a Hugging Face model, whose operations packs then cost for
     ``balance_window``, ``plan``, ``stats`` and metrics; ``model`` in Bridge is the model of the run. Empty, and where
     the layers are not known, packs cost what they do for ``max_cost_per_pack``, which stays as it is."""
-    cost_frozen: tuple[Part, ...] = setting((), changes="packs", newer=True)
+    cost_frozen: tuple[Part, ...] = setting((), changes="packs", stated="packing.cost_model", newer=True)
     """Parts of ``cost_model`` that are not trained, which cost less: ``vision_model``, ``vision_projection`` (merger)
     and ``language_model``. In Bridge, ``model`` says it itself."""
     oversize: Oversize = setting("drop", changes="rows")

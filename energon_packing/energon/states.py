@@ -59,6 +59,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     },
     "stop_tokens": ("chat_template",),
     "padding": ("multiple",),
+    "packing.cost_model": ("packing.balance_window",),  # what reads it
     # Limits of a sample are lowered to those of a pack.
     "encoder.limits": ("packing.seq_length", "packing.max_images_per_pack"),
     "data set shares": ("ranks", "workers"),

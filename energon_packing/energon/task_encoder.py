@@ -10,6 +10,7 @@ Energon's own ``packing_buffer_size`` works too: step 2 then packs disjoint buff
 
 import dataclasses
 import functools
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ from energon_packing.families.registry import cost_of
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
-from energon_packing.packing.model_cost import ModelCost
+from energon_packing.packing.model_cost import CONSTANTS, ModelCost
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
@@ -358,6 +359,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))
         own = [each for each in self.encoders if isinstance(each, ConversationEncoder)]
         takes_images = [each for each in own if "image" in each.kinds]
+        for it in [each.family for each in takes_images[:1]]:
+            sides = (getattr(each, "patch_size", None) for each in (it.processor, it.images))
+            self.cost.check_fit(it.name, next(filter(None, sides), None))
         sees = any(each.kinds & set(each.family.placeholders) for each in own)
         refuse(
             (packing.dummy_image and not takes_images, "packing.dummy_image needs an encoder that takes images."),
@@ -401,9 +405,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
         for number, encoder in enumerate(self.encoders, 1):
             own = {**encoder.fingerprint(), **settings_of("encoder", encoder.config)}
             found |= own if number == 1 else {f"{name} of encoder {number}": value for name, value in own.items()}
+        by_model = self.packing.balance_window > 1 and self.cost != CONSTANTS  # else no pack depends on it
         return {
             **found,
             **settings_of("packing", dataclasses.replace(self.packing, max_patches_per_pack=self.limits.patches)),
+            **({"packing.cost_model": json.dumps(dataclasses.asdict(self.cost))} if by_model else {}),
             "multiple": self.multiple,
             **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
             **self.extra_fingerprint(),

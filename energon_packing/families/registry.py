@@ -137,13 +137,13 @@ def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) 
     """The cost of the model of ``packing.cost_model``, the directory of its ``config.json`` or this file; `CONSTANTS`
     where none is named, and, with a warning, where its layers are not known. For ``frozen`` see `model_cost`;
     ``indexed`` is for sizes of an index, which counts attention windows of one size. Its files run no code and need no
-    network. Raises ConfigError: there is no such file, it cannot be read, or an index does not count the model's
-    windows."""
+    network. Raises ConfigError: it cannot be read, or an index does not count the model's windows."""
     if not model:
         return CONSTANTS
     place = Path(model).parent if Path(model).name == "config.json" else Path(model)
     if not (place / "config.json").is_file():
-        raise ConfigError(f"packing.cost_model: {place} has no config.json; name the directory of a model.")
+        lacks = "only Bridge has 'model', the run's" if model == "model" else f"{place} has no config.json"
+        raise ConfigError(f"packing.cost_model: {lacks}; name the directory of a model.")
     from transformers import AutoConfig
 
     try:
@@ -151,7 +151,7 @@ def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) 
         found = model_cost(config, frozen=frozen)
     except OSError as error:
         raise ConfigError(f"packing.cost_model: {place} cannot be read ({error}).") from error
-    except (ValueError, KeyError, TypeError):  # what it does not know, or Python of the model's own
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):  # not known, or Python of its own
         found = None
     if found is None:
         warnings.warn(f"packing.cost_model: the layers of {model} {UNKNOWN}", stacklevel=2)

@@ -262,22 +262,21 @@ class Index:
         """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
         damaged, of another measurement, or has another number of rows than it should."""
         path = self.directory / dataset.name / shard.file
-        found = read_metadata(path)
+        found, again = read_metadata(path), "run 'energon-packing measure' again"
         if found is None or found.get("identity") != dict(shard.identity):
             what = "damaged or of another shard" if path.exists() else "missing"
-            raise UserError(f"{path} is {what}; run 'energon-packing measure' again")
+            raise UserError(f"{path} is {what}; {again}")
         lacks = {*(columns or ())} - {*found.get("columns", ())}
-        for some, what in ((SHAPE, "heights and widths of images"), (SQUARES, "squares of patches, for cost_model")):
+        for some, what in ((SHAPE, "heights and widths of images"), (SQUARES, "squares of patches")):
             if lacks & {*some}:
-                raise UserError(f"{path} has no {what}; run 'energon-packing measure' again")
+                how = f"{again} with packing.cost_model set" if some is SQUARES else again
+                raise UserError(f"{path} has no {what}; {how}")
         try:
             table = pq.read_table(path, columns=columns and list(columns), page_checksum_verification=True)
         except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
+            raise UserError(f"{path} cannot be read ({error}); {again}") from error
         if table.num_rows != shard.samples:
-            raise UserError(
-                f"{path} has {table.num_rows} rows, {shard.samples} are expected; run 'energon-packing measure' again"
-            )
+            raise UserError(f"{path} has {table.num_rows} rows, {shard.samples} are expected; {again}")
         return table
 
 

@@ -22,13 +22,10 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.planner import ALL, Left
 from energon_packing.offline.source import ShardIndex, source_parts
 
-_FREE_OF_PIECES = frozenset(
-    (
-        *("rank", "ranks", "workers", "padding", "encoder.position_ids"),
-        *("packing.window", "packing.balance_window", "packing.policy", "packing.cost_model", "packing.cost_frozen"),
-        *("data.shuffle_buffer", "data.seed", "data.repeat"),
-    )
-)
+_FREE_OF_PIECES = {
+    *("rank", "ranks", "workers", "padding", "encoder.position_ids", "data.shuffle_buffer", "data.seed", "data.repeat"),
+    *("packing.window", "packing.balance_window", "packing.policy", "packing.cost_model"),
+}
 """If samples are divided into pieces, all other settings must stay, since they may divide them otherwise."""
 _PASSING = frozenset(
     ("GcDataset", "WatchdogDataset", "MapDataset", "RepeatDataset", "BatchDataset", "SimpleSavableDatasetWrapper")

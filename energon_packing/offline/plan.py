@@ -81,7 +81,7 @@ class PlannedSample:
     piece: int
     media: tuple[MediaFile, ...]
     text_tokens: int = 0
-    cost: int = 0
+    cost: int | None = None
     vision_cost: int = 0
 
     @property

@@ -370,6 +370,8 @@ def make_plan(
     limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_measured(directories, sources, samples, config)
+    if np.any(samples.sizes.images):
+        kind_of_config(config).cost(config).check_fit(family)
     if len(samples) == 0:
         most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{most}.")

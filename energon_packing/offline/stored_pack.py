@@ -324,7 +324,7 @@ class ConversationPacker(ShardPacker):
 
     def _known(self, source: PlannedSample, sample: MeasuredSample) -> StoredSample:
         cost, vision = source.cost, source.vision_cost
-        if not cost:  # of a plan of before
+        if cost is None:  # of a plan of before
             vision, language = CONSTANTS.costs(sample.measured)
             cost = vision + language
         return StoredSample(

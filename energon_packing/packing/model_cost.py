@@ -9,6 +9,7 @@ activations and positions are left out. Costs are linear in a few sums over a pa
   ``window_squares``, of those of each attention window; and ``images``, their number, as each may have a token more.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class ModelCost:
     Attributes:
         vision, language: of the vision model with its projection (empty for text), and of the language model.
         window: tokens that sliding layers see; None without such layers.
-        side: patches along a side of the vision model's attention windows; None without windows.
+        side, patch: patches along a side of the vision model's attention windows, pixels along one of a patch, or None.
         unit: operations in which `costs` counts.
     """
 
@@ -107,6 +108,7 @@ class ModelCost:
     language: Mapping[str, float]
     window: int | None = None
     side: int | None = None
+    patch: int | None = None
     unit: int = 10**6
 
     def of(self, sums: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -125,16 +127,22 @@ class ModelCost:
         """Which of `SQUARES` count."""
         return {*SQUARES} & {*self.vision, *self.language}
 
-    def costs(self, sample: Any) -> tuple[Any, Any]:
+    def check_fit(self, family: str, patch: Any = None) -> None:
+        """Warns if a model cannot have the images of a family, whose processor makes patches of a side, if known."""
+        has = f"patches of {self.patch} pixels, encoder.processor of {patch}" if patch not in (None, self.patch) else ""
+        has = "patches, and encoder.family 'huggingface' counts tokens" if family == "huggingface" else has
+        if self.unit > 1 and (has := has if self.vision else "no vision model, and samples have images"):
+            warnings.warn(f"The model of packing.cost_model has {has}; images then have the wrong cost.", stacklevel=3)
+
+    def costs(self, sample: Any) -> tuple[Any, ...]:
         """Vision and language of a sample as limits take it, ints or ``[N]`` int64, each rounded to whole units."""
         first, second = map(self.segment_sums, segments_of(sample))
         sums = {name: first[name] + second[name] for name in first}
         sums |= {name: getattr(sample, name, 0) for name in ("images", "patches") if name in self.vision}
-        vision, language = self.of(sums | (squares_of(sample, self.side or SIDE) if self.needed else {}))
+        both = self.of(sums | (squares_of(sample, self.side or SIDE) if self.needed else {}))
         if self.unit == 1:
-            return vision, language
-        vision, language = (np.rint(np.asarray(each) / self.unit).astype(np.int64)[()] for each in (vision, language))
-        return vision, language
+            return both
+        return tuple(np.rint(np.asarray(each) / self.unit).astype(np.int64)[()] for each in both)
 
 
 CONSTANTS = ModelCost(vision={"patches": PATCH}, language={"tokens": LINEAR, "squares": 1}, unit=1)
@@ -172,9 +180,9 @@ def model_cost(
     back = any(moved if vision is not None else moved[2:])
     language = _language(text, 1 + trained[2] + back, 1 + 2 * back, causal)
     window = _window(text) if language["sliding"] else None
-    seen, side = ({}, None) if vision is None else _vision(family, full, vision, _field(text, "width"), trained, moved)
+    seen, more = ({}, {}) if vision is None else _vision(family, full, vision, _field(text, "width"), trained, moved)
     vision, language = ({name: each for name, each in part.items() if each} for part in (seen, language))
-    return ModelCost(vision=vision, language=language, window=window, side=side)
+    return ModelCost(vision=vision, language=language, window=window, **more)
 
 
 def _kind(config: Any) -> str:
@@ -239,7 +247,7 @@ def _language(text: Any, weights: int, pairs: int, causal: bool) -> dict[str, fl
         each += sparse * (width * _field(text, "experts") + active * experts[0] + matrix * shared)
         # Ernie has others for visual tokens.
         visual = sparse * active * (experts[-1] - experts[0])
-    each += (len(layers) - sparse) * matrix * _field(text, "inner", 0)
+    each += (len(layers) - sparse) * matrix * _field(text, "inner", 4 * width)
     multiple = _field(text, "make_vocab_size_divisible_by", 1) * _field(text, "tensor_model_parallel_size", 1)
     square = 4 * head * heads * pairs * (0.5 if causal else 1)
     return {
@@ -253,8 +261,8 @@ def _language(text: Any, weights: int, pairs: int, causal: bool) -> dict[str, fl
 
 def _vision(
     family: str, config: Any, vision: Any, target: int, trained: list[bool], moved: list[bool]
-) -> tuple[dict[str, float], int | None]:
-    """Of a vision model and its projection, of which `PARTS` are trained, or have gradients inside; and `side`."""
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Of a vision model and its projection, of which `PARTS` are trained, or have gradients inside; and its sides."""
     width, count, patch = _field(vision, "width"), _field(vision, "layers"), vision.patch_size
     inner = _field(vision, "inner") or int(width * vision.mlp_ratio)
     out = _field(vision, "out_hidden_size", vision.hidden_size)
@@ -268,14 +276,13 @@ def _vision(
     full = _field(vision, "fullatt_block_indexes")
     side, near = (vision.window_size // patch // merge * merge, count - len(full)) if full else (None, 0)
     matrices, extra = TOWERS[_kind(vision)]
-    layers = 2 * (4 * width**2 + matrices * width * inner) * ((count - past) * (1 + trained[0] + moved[0]) + past)
+    deep = out if _kind(vision) in _GLM else inner  # GLM-4V's `intermediate_size` is the merger's alone
+    layers = 2 * (4 * width**2 + matrices * width * deep) * ((count - past) * (1 + trained[0] + moved[0]) + past)
     pair = 4 * width * (1 + 2 * moved[0])
     square = pair * (count - past - near) + 4 * width * past
     first, rest, last = PROJECTIONS[family](units * width * len(levels), width, inner, out, target)
-    start, go_on = (
-        1 + trained[1] + (moved[0] or (trained[1] and family in NORMED)),
-        1 + trained[1] + (moved[0] or moved[1]),
-    )
+    start = 1 + trained[1] + (moved[0] or (trained[1] and family in NORMED))
+    go_on = 1 + trained[1] + (moved[0] or moved[1])
     mergers = (1 + len(_field(vision, "deepstack_visual_indexes", ()))) * (start * first + go_on * rest)
     embedding = (1 + trained[0]) * int(values) * width
     return {
@@ -284,4 +291,4 @@ def _vision(
         "window_squares": pair * near,
         "images": extra * (layers + extra * square),
         "visual": 2 * go_on * last,
-    }, side
+    }, {"side": side, "patch": int(np.max(patch))}

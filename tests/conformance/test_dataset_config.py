@@ -15,6 +15,7 @@ from typing import Any
 
 import bridge_here  # noqa: F401
 import pytest
+import torch
 from bridge_sources import installed_release
 from support.bridge_cpu import tiny_models, training_run
 
@@ -22,6 +23,7 @@ from energon_packing import config as ours
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError
+from energon_packing.packing.model_cost import CONSTANTS, PARTS, model_cost
 from energon_packing.thd.alignment import alignment_multiple
 from energon_packing.validate.recipes import view_of
 from energon_packing.validate.rules.rule import judge, rule_that_bridge_named, violations
@@ -327,6 +329,52 @@ def run_of(family, *, experts=0):
         model.freeze_vision_model = model.freeze_vision_projection = True
     dataset = PackedEnergonDatasetConfig(path="data", processor=processor, seq_length=256)
     return training_run.make_config(model, dataset, steps=2)
+
+
+PEFT = {
+    "none": (None, {}),
+    "LoRA": ("LoRA", {}),
+    "VLMLoRA": ("VLMLoRA", {}),
+    "VLMLoRA that trains language": ("VLMLoRA", {"freeze_language_model": False}),
+    "VLMLoRA that trains vision": ("VLMLoRA", {"freeze_vision_model": False}),
+}
+
+
+@pytest.mark.parametrize("frozen", [(), PARTS[:1]], ids=["trained", "frozen"])
+@pytest.mark.parametrize("peft", PEFT)
+def test_the_model_of_a_run_costs_what_its_configuration_does_with_the_parts_frozen_that_bridge_freezes(peft, frozen):
+    from megatron.bridge.peft import lora
+
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+
+    processor = str(processor_path("qwen3_vl"))
+    ids = tiny_models.vocabulary_of(processor)
+    sizes = {"vocab_size": len(ids), "tokens": tiny_models.special_tokens(ids), "seq_length": 256}
+    dataset = PackedEnergonDatasetConfig(path="data", processor=processor, seq_length=256)
+    dataset.packing.cost_model = "model"
+    cfg = training_run.make_config(tiny_models.provider("qwen3_vl", **sizes), dataset, steps=2)
+    parts = torch.nn.ModuleDict({part: torch.nn.Linear(1, 1) for part in PARTS})
+    for part in PARTS:
+        setattr(cfg.model, f"freeze_{part}", part in frozen)
+        parts[part].requires_grad_(part not in frozen)
+    name, fields = PEFT[peft]
+    cfg.peft = None if name is None else getattr(lora, name)(**fields)
+    if cfg.peft is not None:
+        cfg.peft.freeze_model([parts])
+    cfg.dataset.follow(cfg)
+    rests = [part for part in PARTS if not parts[part].weight.requires_grad]
+    adapted = [] if cfg.peft is None else [part for part in rests if part == "language_model"]
+    expected = model_cost(tiny_models.hugging_face_config("qwen3_vl", **sizes), frozen=rests, adapted=adapted)
+    assert cfg.dataset._task_encoder(cfg.dataset.run_config(ParallelConfig())).cost == expected
+
+
+def test_a_model_of_a_run_that_is_not_known_is_one_warning(container):
+    container.dataset.packing.cost_model = "model"
+    container.model.multi_latent_attention = True
+    container.dataset.follow(container)
+    with pytest.warns(UserWarning, match="the layers of .*Provider are not known here; packs cost what they do"):
+        made = container.dataset._task_encoder(container.dataset.run_config(ParallelConfig()))
+    assert made.cost == CONSTANTS
 
 
 def groups(tp=TP):

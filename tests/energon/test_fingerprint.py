@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.states import BY_CONTENT, FREE, READERS, check_fingerprint
 from energon_packing.errors import ConfigError
+from energon_packing.families.registry import cost_of
 
 full = pytest.mark.full
 PACKS = 14  # more than an epoch of the small data set
@@ -281,6 +283,33 @@ def test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream(stre
         assert f"{told}=" in str(caught.value) or told in READERS or name in SAID_BY_PACKS
     if name in FREE:
         assert not changes
+
+
+def test_a_cost_is_stated_by_what_it_is_and_only_where_packs_are_ordered_by_it(streams: Streams, tmp_path: Any) -> None:
+    def of(model: Any, balance: int = 4, frozen: tuple[Any, ...] = ()) -> Any:
+        cost_of.cache_clear()  # as in another process
+        run = made(streams.root, {})
+        packing = dataclasses.replace(
+            run.packing, balance_window=balance, cost_model=str(model or ""), cost_frozen=frozen
+        )
+        return build_loader(dataclasses.replace(run, packing=packing)).save_state()["fingerprint"]
+
+    stated, here = streams.root / "model", tmp_path / "moved"
+    shutil.copytree(stated, here)
+    known = of(stated)
+    assert of(here) == known
+    assert of(stated, balance=1) == of(None, balance=1) == streams.fingerprint({})
+    assert not {"packing.cost_model", "packing.cost_frozen"} & streams.fingerprint({}).keys()
+    # Each side counts the same layers otherwise, under the same name.
+    transformers.Qwen2_5_VLConfig(text_config={"num_hidden_layers": 5}).save_pretrained(here)
+    for other in (of(here), of(stated, frozen=("vision_model",)), of(None)):
+        with pytest.raises(ConfigError, match=r"made with packing\.cost_model="):
+            check_fingerprint(known, other)
+        assert check_fingerprint(known, other, ("packing.cost_model",))
+    # What reads it may be accepted alone.
+    with pytest.raises(ConfigError, match=r"packing\.balance_window"):
+        check_fingerprint(of(None, balance=1), known)
+    assert len(check_fingerprint(of(None, balance=1), known, ("packing.balance_window",))) == 2
 
 
 def test_a_setting_that_a_family_refuses_is_refused_in_any_value(streams: Streams) -> None:

@@ -343,6 +343,29 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("packing/model_cost.py", "times * rows * columns", "times * patches**2"),),
     ),
     Mutation(
+        trap=238,
+        name="the blocks of GLM-4V's vision model are as wide as its merger",
+        test=MODEL_COST + "test_forward_operations_are_those_that_pytorch_counts_in_each_half_of_a_model[glm4v-small]",
+        oracle="the matrix products that PyTorch counts in the real model",
+        edits=(("packing/model_cost.py", "out if _kind(vision) in _GLM else inner", "inner"),),
+    ),
+    Mutation(
+        trap=239,
+        name="adapters count as a language model that rests where PEFT trains it",
+        test="tests/conformance/test_dataset_config.py::test_the_model_of_a_run_costs_what_its_configuration_does_with_"
+        "the_parts_frozen_that_bridge_freezes[VLMLoRA that trains language-trained]",
+        oracle="what Bridge's VLMLoRA freezes",
+        edits=(("bridge/dataset.py", "[it for it in frozen if it ==", "[it for it in PARTS if it =="),),
+    ),
+    Mutation(
+        trap=242,
+        name="a state says where the model was, and not what it costs",
+        test="tests/energon/test_fingerprint.py::"
+        "test_a_cost_is_stated_by_what_it_is_and_only_where_packs_are_ordered_by_it",
+        oracle="the definition",
+        edits=(("energon/task_encoder.py", "json.dumps(dataclasses.asdict(self.cost))", "self.packing.cost_model"),),
+    ),
+    Mutation(
         trap=239,
         name="a frozen vision model costs what a trained one does",
         test=MODEL_COST

@@ -455,7 +455,7 @@ def test_an_index_from_before_squares_is_measured_again_only_for_the_cost_of_a_m
     make_plan([out], run, tmp_path / "plan.parquet")
     stats_report(samples_of_index(report.index, "index", run), run, seq_lengths=[2048])
     wanted = run_of(dataset, cost_model=model[0])
-    told = r"has no squares of patches, for cost_model; run 'energon-packing measure' again"
+    told = r"has no squares of patches; run 'energon-packing measure' again with packing.cost_model set"
     with pytest.raises(UserError, match=told):
         make_plan([out], wanted, tmp_path / "model.parquet")
     with pytest.raises(UserError, match=told):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 from PIL import Image
 from support.offline_processors import glm4v
 from test_planned_loader import digests, planned
@@ -141,6 +142,16 @@ def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(way, packin
     run_packed = packed(run, tmp_path, way)
     check_same(expected, read(run_packed))
     check_same(assembled_again, read(dataclasses.replace(run_packed, **change)))
+
+
+def test_samples_of_less_than_a_unit_of_a_tiny_model_are_stored_with_what_they_cost(dataset, run_of, tmp_path):
+    sizes = {"hidden_size": 2, "intermediate_size": 2, "vocab_size": 2, "num_attention_heads": 1}
+    transformers.LlamaConfig(num_hidden_layers=1, **sizes).save_pretrained(tmp_path / "model")
+    with pytest.warns(UserWarning, match="has no vision model, and samples have images"):  # of the plan
+        run = planned(run_of(dataset, cost_model=str(tmp_path / "model")), dataset, tmp_path)
+    expected = read(run)
+    assert any(it.cost == 0 for pack in Plan.open(run.data.path).packs(0, len(expected)) for it in pack.samples)
+    check_same(expected, read(packed(run, tmp_path, "tokens")))
 
 
 def test_a_run_says_to_whom_padding_belongs_whatever_is_stored(dataset, run_of, tmp_path):

@@ -6,6 +6,7 @@ The counter counts the full square of attention, masked or not, so causality and
 
 import importlib.util
 import json
+import sys
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,18 +17,21 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from support.bridge_cpu.tiny_models import hugging_face_config, special_tokens
+from support.offline_processors import internvl
 from support.parity.families import MADE, SETTINGS
 from support.parity.run import load_subject
 from support.parity.tiny_families import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
-from energon_packing.config import EncoderConfig
+from energon_packing.config import EncoderConfig, PackingConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.families.registry import cost_of
 from energon_packing.packing.model_cost import CHUNK, CONSTANTS, PARTS, media_sums, model_cost
+from energon_packing.sample_kind import what_is_needed
 
 CLOSE = 0.02
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", *MADE, "text")
@@ -171,6 +175,18 @@ def test_forward_operations_are_those_that_pytorch_counts_in_each_half_of_a_mode
     assert language == pytest.approx(total - seen, rel=CLOSE)
 
 
+@pytest.mark.parametrize("kind", ["glm4v", "glm46v", "glm4v_moe"])
+def test_every_weight_of_the_vision_model_of_a_released_glm_counts_once(kind):
+    config = transformers.AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        tower = transformers.AutoModel.from_config(config.vision_config)
+    matrices = {name: each.numel() for name, each in tower.named_parameters() if each.dim() > 1}
+    merged = sum(matrices[name] for name in matrices if "merger" in name or "downsample" in name)
+    every = sum(matrices[name] for name in matrices if "position" not in name) - merged
+    per_patch = 2 * (every + merged / config.vision_config.spatial_merge_size**2)
+    assert model_cost(config, frozen=PARTS).vision["patches"] == pytest.approx(per_patch)
+
+
 @pytest.mark.parametrize("case", ["text", "sizes"])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_count_where_they_are_active(family, case):
@@ -272,7 +288,56 @@ def test_a_model_that_is_not_known_costs_what_packs_do_without_it(kind, tmp_path
     assert model_cost(SimpleNamespace(num_layers=2)) is None
 
 
+@pytest.mark.parametrize("config", [transformers.SiglipVisionConfig, transformers.Gemma3Config])
+def test_a_tower_alone_and_parts_that_do_not_fit_are_as_little_known(config, tmp_path):
+    """Gemma 3's default vision model has fewer patches than an image has tokens."""
+    config().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="layers of .* are not known here; packs cost what they do without it"):
+        assert cost_of(str(tmp_path)) is CONSTANTS
+
+
+def of_samples(cost, named, caught, **settings):
+    """The warnings of a task encoder about a cost, or a model of that configuration in a directory."""
+    processor = named() if callable(named) else None
+    encoder = EncoderConfig(processor="" if processor else str(processor_path(named)), **settings)
+    PackingTaskEncoder(encoder, PackingConfig(), processor=processor, cost=cost)
+    return [str(each.message) for each in caught if "cost_model" in str(each.message)]
+
+
+MISFITS = {
+    "text": (transformers.Qwen2Config, "qwen2_5_vl", {}, "has no vision model, and samples have images"),
+    "patches": (transformers.Qwen3VLConfig, "qwen2_5_vl", {}, "has patches of 16 pixels, encoder.processor of 14"),
+    "generic": (transformers.InternVLConfig, lambda: internvl(28, 4), {"family": "huggingface"}, "counts tokens"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_model_that_is_not_the_processors_is_one_warning(case, recwarn):
+    config, named, settings, told = MISFITS[case]
+    (warned,) = of_samples(model_cost(config()), named, recwarn, **settings)
+    assert warned.startswith("The model of packing.cost_model has")
+    assert told in warned
+    assert not of_samples(None, named, (), **settings)
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each in MADE])
+def test_the_model_of_a_processor_is_no_warning(family, recwarn):
+    cost = model_cost(tiny_config(encoder(family), vocab_size=9, seq_length=512))
+    assert cost.patch
+    assert not of_samples(cost, MADE[family], recwarn, **SETTINGS.get(family, {}))
+
+
+def test_a_plan_without_transformers_says_what_a_cost_of_a_model_needs(tmp_path, monkeypatch):
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        cost_of(str(tmp_path))
+    assert "plan needs transformers, which is not installed" in str(what_is_needed(caught.value, "plan"))
+
+
 def test_a_wrong_directory_or_part_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"packing\.cost_model: only Bridge has 'model', the run's; name"):
+        cost_of("model")
     with pytest.raises(ConfigError, match=r"has no config\.json; name the directory"):
         cost_of(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type":')
@@ -377,6 +442,15 @@ def test_what_a_provider_freezes_counts_as_frozen(bridge):
     provider = bridge.provider(PUBLISHED["Qwen3-VL"]())
     provider.freeze_vision_model = True
     assert model_cost(provider) == model_cost(provider, frozen=PARTS[:1]) != model_cost(provider, frozen=())
+
+
+def test_a_provider_that_is_not_finished_has_the_feed_forward_parts_that_it_will_have(bridge):
+    provider = bridge.provider(PUBLISHED["Llama"]())
+    provider.ffn_hidden_size, provider.apply_rope_fusion = None, False
+    early = model_cost(provider)
+    provider.finalize()
+    assert provider.ffn_hidden_size
+    assert early == model_cost(provider)
 
 
 def test_layers_that_predict_further_tokens_cost_what_bridge_says(bridge):

@@ -22,8 +22,8 @@ WINDOW = 48
 SCALED_FROM = 32
 """Position from which Ministral 3 scales its queries here (16,384 in the released models), in tokens."""
 
-_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-_NATIVE = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": HIDDEN}
+_VISION = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2}
+_NATIVE = {"depth": 2, "hidden_size": 32, "intermediate_size": 80, "num_heads": 2, "out_hidden_size": HIDDEN}
 
 
 def text_fields(vocab_size: int, seq_length: int) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _qwen2_vl(family: Any, text: dict[str, Any]) -> Any:
             "embed_dim": 32,
             "hidden_size": HIDDEN,
             "num_heads": 2,
-            "mlp_ratio": 2,
+            "mlp_ratio": 3,
             "patch_size": family.images.patch_size,
         },
         text_config=text | _mrope(2, 3, 3),

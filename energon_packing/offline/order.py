@@ -18,7 +18,8 @@ has begun a group, the next one goes on with pieces that cost about as much as t
 Where ranks wait for each other twice, after the vision tower and after the language model, packs are neighbours in two
 costs: instead of 1 and 2, an epoch is cut in two, again and again, by the cost whose maximum is further above its mean
 and where ranks then wait least; the packs of each of about `CELLS` parts are dealt to its groups. Parts of groups are
-sorted by the less even cost, too. A replica's sum over several steps is at least as even as each of them.
+sorted by the less even cost, too. A replica's sum over several steps is at least as even as each of them. Both count
+alike, each in shares of its own mean; where one is `LITTLE`, both in shares of the sum, as the time that ranks wait.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ RUN = 32
 """Steps in a row whose mean cost is near that of the whole."""
 SHARE = 0.05
 """How near."""
+LITTLE = 0.1
+"""The share of both costs below which one counts for no more than it is."""
 DRAWS = 256
 """Orders of a block that are drawn at a time."""
 TIMES, HOPELESS = 16, 1.25
@@ -44,7 +47,7 @@ def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: l
     """The order of one epoch's packs: positions ``[P]`` int64, each once.
 
     Args:
-        costs: of the packs: ``[P]``, or ``[P, 2]``, both of which are to be even in every step.
+        costs: of the packs: ``[P]``, or ``[P, 2]``, both of which are to be even in every step, in the same unit.
         group: packs of a step at the largest data-parallel size.
         before: costs of the packs of the group, not whole yet, with which the epochs before this one end.
         seed: of all random choices.
@@ -59,7 +62,8 @@ def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: l
     left = table[0].argsort(kind="stable") if one else np.arange(count)
     if not one:
         means = table.mean(axis=1, keepdims=True)
-        table, known = (table / means).astype(np.float32), known / means
+        unit = means if means.min() >= LITTLE * means.sum() else means.sum()
+        table, known = (table / unit).astype(np.float32), known / unit
     sizes, parts = _sizes(group), [left[:0]]
     for at, size in _pieces(known.shape[1], known.shape[1] + count, sizes):
         begun = at % sizes[sizes.index(size) - 1] if size < group else 0
@@ -73,7 +77,7 @@ def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: l
     most = max(1, round(left.size / group / CELLS))
     groups = _groups(left, group, random) if one else _cells(left, table[:, left], group, most, random)
     if len(groups):
-        means = table[:, groups].mean(axis=2)
+        means = table[:, groups].mean(axis=2, dtype=np.float64)
         order = _level_order(means[0], float(table.mean()), random) if one else _level_walk(means, random)
         parts.append(_shuffled_inside(_close(groups[order], table), random).ravel())
     for _, size in _pieces(0, tail.size, sizes):  # from either end, so that what is left are neighbours too
@@ -193,9 +197,9 @@ def _level_walk(means: np.ndarray, random: np.random.Generator) -> list[int]:
     both walks within half of `SHARE` of `RUN` steps, else the one of `DRAWS` that leaves least. Where costs rise
     together no step would lead out of a corner, so the second walks in a band beside its share of the first."""
     bound, x, y, order = SHARE / 2 * RUN, 0.0, 0.0, []
-    first, second = means[:: 1 if np.ptp(means[0]) > np.ptp(means[1]) else -1] - 1.0
-    slope = float(np.clip(first @ second / max(first @ first, 1e-9), -0.9, 0.9))
-    steps = np.stack([first, (second - slope * first) / (1 - abs(slope))], axis=1).tolist()
+    means = (means - means.mean(axis=1, keepdims=True))[:: 1 if np.ptp(means[0]) > np.ptp(means[1]) else -1]
+    slope = float(np.clip((means[0] * means[1]).sum() / max(np.square(means[0]).sum(), 1e-9), -0.9, 0.9))
+    steps = np.stack([means[0], (means[1] - slope * means[0]) / (1 - abs(slope))], axis=1).tolist()
     left = random.permutation(len(steps)).tolist()
     while left:
         least, chosen = np.inf, 0

@@ -20,28 +20,33 @@ FAR = 6.0
 def fit_report(path: Path) -> dict[str, Any]:
     """Fits the seconds of a run's steps to what their packs cost, on the rank that takes longest: so much for each unit
     of vision and of language, and a constant, none negative, by least squares. ``path`` is the directory of the metrics
-    of a run, or the file of a rank.
+    of a run, or the file of a rank; where runs of other numbers of ranks wrote there before, those of the last count.
 
     Returns ``vision``, ``language``: seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error``
     as a share of a step, ``steps`` and ``left_out`` (steps that took far longer than the fit says), ``ranks``. Raises
     UserError: there are no metrics, of an older version, or too few steps."""
     files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
-    steps: dict[int, dict[int, tuple[float, float, float]]] = defaultdict(dict)  # pack -> rank -> vision, language, s
+    # (ranks of the run, pack) -> file -> vision, language, seconds
+    steps: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = defaultdict(dict)
+    named: dict[int, set[int]] = defaultdict(set)  # files of the runs of so many ranks
+    newest, older = (0.0, 0), False  # when the last one wrote, and its ranks
     try:
         for number, file in enumerate(files):
             lines = [line for line in read_lines(file) if line["steps"]]
-            of_run = [
-                (line["run"], *step, *took)
-                for line in lines
-                for step, took in zip(line["steps"], line["took"], strict=True)
-            ]
+            older, of_run = older or bool(lines), []
+            for line in lines:
+                if "took" in line:  # a version before this one wrote none, perhaps into the same file
+                    named[line["ranks"]].add(number)
+                    newest = max(newest, (line["time"], line["ranks"]))
+                    pairs = zip(line["steps"], line["took"], strict=True)
+                    of_run += [((line["run"], line["ranks"]), *step, *took) for step, took in pairs]
             for (run, pack, cost, vision, _), (following, *_, seconds) in pairwise(of_run):
                 if run == following and seconds > 0:
-                    steps[pack][number] = vision, cost - vision, seconds
-        found = np.array(
-            [[each[rank] for rank in range(len(files))] for each in steps.values() if len(each) == len(files)]
-        )
-        found = found.reshape(-1, max(len(files), 1), 3)
+                    steps[run[1], pack][number] = vision, cost - vision, seconds
+        refuse((older and not named, f"{path} has no costs and times of steps; write metrics with this version."))
+        ranks = sorted(named[newest[1]])
+        known = [each for (of, _), each in steps.items() if of == newest[1] and len(each) == len(ranks)]
+        found = np.array([[each[rank] for rank in ranks] for each in known]).reshape(-1, max(len(ranks), 1), 3)
     except OSError as error:
         raise UserError(f"The metrics {path} cannot be read ({error.strerror}).") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -66,7 +71,7 @@ def fit_report(path: Path) -> dict[str, Any]:
         "median_error": float(np.median(errors[kept] / seconds[kept])),
         "steps": int(kept.sum()),
         "left_out": int((~kept).sum()),
-        "ranks": len(files),
+        "ranks": len(ranks),
     }
 
 

@@ -185,6 +185,32 @@ def test_a_fit_finds_what_vision_and_language_took_in_the_steps_of_a_run(tmp_pat
     assert f"median error of a step {found['median_error']:.2%}" in shown.replace("\n", " ")
 
 
+def test_a_fit_is_of_the_last_of_several_runs_whose_metrics_are_in_one_directory(tmp_path):
+    def write(run, ranks, took, time, packs=range(30)):
+        costs = np.random.default_rng(ranks).integers(10_000, 900_000, (30, ranks, 2))  # vision, language
+        for rank in range(ranks):
+            lines, before = [], 0.0
+            for pack in packs:
+                vision, language = costs[pack, rank].tolist()
+                line = {"run": f"{run}{rank}", "rank": rank, "ranks": ranks, "time": time + pack, "pack": pack + 1}
+                line |= {"steps": [[pack + 1, vision + language]]}
+                lines.append(line | ({"took": [[vision, before]]} if took else {}))
+                before = (costs[pack] @ took[:2]).max() + took[2] if took else 0.0
+            with (tmp_path / f"rank{rank}.jsonl").open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    write("old", 5, None, time=0.0)  # a version that did not write what steps took
+    write("large", 4, (9e-6, 9e-7, 9.0), time=100.0)
+    write("now", 2, (3e-6, 5e-7, 0.4), time=200.0, packs=range(20))
+    found = fit_report(tmp_path)
+    assert (found["vision"], found["language"], found["constant"]) == pytest.approx((3e-6, 5e-7, 0.4), rel=1e-3)
+    assert (found["ranks"], found["steps"]) == (2, 19)
+    write("later", 4, (9e-6, 9e-7, 9.0), time=300.0)
+    found = fit_report(tmp_path)
+    assert (found["ranks"], found["steps"]) == (4, 29)
+    assert found["constant"] == pytest.approx(9.0, rel=1e-3)
+
+
 def test_what_cannot_be_fitted_is_said_in_a_sentence(tmp_path):
     def told(*more):
         result = CliRunner().invoke(cli, ["stats", "--fit", *more])

@@ -161,6 +161,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=245,
+        name="each of two costs counts by its own mean, however little one of them is",
+        test=ORDER + "test_a_cost_that_is_next_to_nothing_takes_next_to_nothing_from_the_other",
+        oracle="the costs of the steps in the order of the sum",
+        edits=(("offline/order.py", "means if means.min() >= LITTLE * means.sum() else means.sum()", "means"),),
+    ),
+    Mutation(
+        trap=245,
         name="parts of an epoch are cut by the first cost alone",
         test=ORDER + "test_tiles_are_even_within_a_thousandth_and_tokens_within_a_hundredth[tiles]",
         oracle="the costs of the steps",

@@ -101,7 +101,7 @@ def test_tiles_are_even_within_a_thousandth_and_tokens_within_a_hundredth(scarce
     shares, most = ([0.993, 0.005, 0.002], 6016) if scarce == "tiles" else ([0.57, 0.28, 0.1, 0.04, 0.01], 5000)
     tiles = 18 - random.choice(len(shares), count, p=shares)
     tokens = np.clip(random.normal(5172, 160, count).round(), 4000, most)
-    costs = np.stack([tiles, tokens], axis=1)
+    costs = np.stack([tiles / tiles.mean(), tokens / tokens.mean()], axis=1)  # the same unit: both matter
     ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
     for ranks in (8, 64, 512):
         assert (waits(ordered, ranks) <= [0.001, 0.01]).all(), (ranks, waits(ordered, ranks))
@@ -121,6 +121,49 @@ def test_a_few_packs_with_images_do_not_disturb_those_of_text(mixes: dict[str, n
     ordered = costs[balanced_order(costs, group=512, before=NOTHING, seed=[0])]
     alone = costs[balanced_order(costs[:, 1], group=512, before=NOTHING, seed=[0])]
     assert worst(ordered[:, 1], 512) >= worst(alone[:, 1], 512) - 0.01
+
+
+@given(
+    share=st.floats(-6, -2.5).map(lambda power: 10**power),
+    few=st.floats(0.1, 1),
+    rise=st.sampled_from([-1, 0, 1]),
+    group=st.sampled_from([16, 64]),
+    first=st.booleans(),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_cost_that_is_next_to_nothing_takes_next_to_nothing_from_the_other(
+    share: float, few: float, rise: int, group: int, first: bool, seed: int
+) -> None:
+    """A small tower under a large model: ranks lose hardly more time than in the order of the sum, wherever they wait."""
+    random = np.random.default_rng(seed)
+    main = random.beta(4, 6, 4000) * 0.8 + 0.6
+    small = np.where(random.random(4000) < few, random.gamma(1.2, 1, 4000) * main**rise, 0)
+    costs = np.stack([small / small.mean() * main.mean() * share, main][:: 1 if first else -1], axis=1) * 1e9
+
+    def kept(by: np.ndarray) -> np.ndarray:
+        """The share of the time in which ranks compute: with one barrier, and with one after either."""
+        ordered = costs[balanced_order(by, group=group, before=NOTHING, seed=[seed])]
+        steps = ordered[: len(ordered) // group * group].reshape(-1, group, 2)
+        lasts = [steps.sum(axis=2).max(axis=1).sum(), steps.max(axis=1).sum()]
+        return np.asarray(steps.sum() / group / lasts)
+
+    assert (kept(costs) >= kept(costs.sum(axis=1)) - [0.012, 0.002]).all()
+
+
+@pytest.mark.parametrize(("share", "images"), [(0.002, 0.4), (0.02, 0.4), (0.02, 0.02)])
+def test_what_one_cost_is_worth_is_the_time_that_ranks_wait_for_it(share: float, images: float) -> None:
+    random, count = np.random.default_rng(1), 31_000
+    language = 1e6 * (random.beta(4, 6, count) * 0.8 + 0.6)
+    vision = np.where(random.random(count) < images, random.gamma(1.2, 1, count), 0)
+    costs = np.stack([vision / vision.mean() * language.mean() * share, language], axis=1)
+    lasts = []
+    for by in (costs, costs.sum(axis=1)):
+        ordered = costs[balanced_order(by, group=512, before=NOTHING, seed=[0])]
+        lasts.append(ordered[: count // 512 * 512].reshape(-1, 512, 2).max(axis=1).sum())
+        alone = worst(ordered[:, 1], 512)
+        assert alone >= 0.97, alone
+    assert lasts[0] < 0.99 * lasts[1]
 
 
 @pytest.mark.parametrize("count", [ONE, TWO])

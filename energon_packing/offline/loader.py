@@ -297,8 +297,8 @@ def _pipeline(plan: Plan, config: AnyRun, ranks: int) -> tuple[Layout, int, Cost
         (not config.data.repeat, "data.order_micro_batches needs data.repeat: true; a pass may end inside a batch."),
         (
             count < 2 or left,
-            f"data.order_micro_batches needs training.global_batch_size, which is {training.global_batch_size}; set the "
-            f"run's, a multiple of its {ranks} data-parallel ranks with 2 packs or more for each, or turn ordering off.",
+            f"data.order_micro_batches needs training.global_batch_size, now {training.global_batch_size}: set the "
+            f"run's, a multiple of {ranks} data-parallel ranks with 2 packs or more for each, or turn ordering off.",
         ),
     )
     if parallel.expert_parallel > parallel.context_parallel:

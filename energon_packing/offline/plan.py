@@ -225,7 +225,8 @@ class Plan:
         self.path = path
         self.facts = facts
         self._file: pq.ParquetFile | None = None
-        self._group, self._costs = (functools.lru_cache(CACHED)(read) for read in (self._group_of, self._costs_of))
+        self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
+        self._costs = functools.lru_cache(maxsize=CACHED)(self._costs_of)
 
     @classmethod
     def open(cls, path: str | Path) -> "Plan":

@@ -132,8 +132,7 @@ class PlannedLoader(LoaderBase):
             yield from map(batch.__getitem__, best_order(*stage_costs(np.concatenate(own), layout), layout))
         yield from batch
 
-    def _batch(self, taken: int) -> Sequence[int]:
-        """What a state says after so many packs of a global batch."""
+    def _batch(self, taken: int) -> Sequence[int]:  # what a state says after so many packs of a global batch
         return [taken, self._pipeline[1], self._world_size, *self._pipeline[0]] if self._pipeline and taken else ()
 
     def save_state(self) -> dict[str, Any]:

@@ -263,8 +263,8 @@ class Plan:
     def costs(self, start: int, stop: int) -> np.ndarray:
         """Vision and language of each of the packs ``[start, stop)``, ``[stop - start, 2]`` int64; of plans of before
         by `CONSTANTS`, without vision. Raises as `packs`."""
-        places = [(number, self.facts.row_groups[number]) for number in self._groups(start, stop)]
-        found = [self._costs(number)[max(start - first, 0) : stop - first] for number, first in places]
+        places = ((each, self.facts.row_groups[each]) for each in self._groups(start, stop))
+        found = [self._costs(each)[max(start - first, 0) : stop - first] for each, first in places]
         return np.concatenate([np.zeros((0, 2), np.int64), *found])
 
     def _costs_of(self, number: int) -> np.ndarray:

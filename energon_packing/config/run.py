@@ -118,7 +118,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Settings of the trainer around the loader; read by ``validate``, not by the loader."""
+    """Settings of the trainer around the loader; read by ``validate``, and for ``data.order_micro_batches``."""
 
     micro_batch_size: int = setting(1, unit="rows", least=1)
     """Rows of a micro-batch; a packed row is one."""
@@ -277,8 +277,9 @@ class DataConfig:
     ``epoch_end`` but ``uneven``, and a model with CUDA graphs."""
     order_micro_batches: bool = setting(False, changes="nothing")
     """With pipeline stages: each replica takes the packs of a global batch in the order that the pipeline is through
-    with soonest, by what they cost; the batch has the same packs. Only with a plan, and a global batch of one size; see
-    docs/offline.md. Training alone, and nothing without pipeline stages."""
+    with soonest, by what they cost; the batch has the same packs. Only with a plan, ``repeat``, and a global batch of
+    one size; see docs/offline.md. Training alone, and nothing without pipeline stages. Where replicas meet in every
+    micro-batch (experts over data-parallel ranks, FSDP), steps may take longer."""
     keep_memory: bool = setting(True, changes="nothing")
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image; once
     a minute they return what is free. The busier the machine's memory, the more CPU time this saves

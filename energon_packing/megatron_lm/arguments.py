@@ -146,6 +146,8 @@ def run_config_of(args: Any) -> RunConfig:
         tensor_parallel=args.tensor_model_parallel_size,
         context_parallel=args.context_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
+        virtual_pipeline=1,  # as `check_arguments` has it
+        microbatch_group_size_per_vp_stage=0,
         expert_parallel=args.expert_model_parallel_size,
         sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
         eval_context_parallel=None,

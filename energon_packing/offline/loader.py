@@ -1,7 +1,6 @@
 """The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
 import copy
-import functools
 import itertools
 import math
 import warnings
@@ -19,7 +18,7 @@ from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.states import check_fingerprint, tell_of_accepted
 from energon_packing.energon.workers import in_workers
-from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.errors import ConfigError, PackingError, UserError, refuse
 from energon_packing.ledger import LedgerLock
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import differing_lengths, pair_counts
@@ -31,6 +30,7 @@ from energon_packing.packing.pipeline import Layout, best_order, operations, sta
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
 STATE_FORMAT = "energon_packing plan 1"
+Costs = Callable[[int, int], np.ndarray]
 ORDER, OLDER = 3, 2
 """Of the packs after the plan's last one; a state of version 2 goes on in its order. Version 1 had the plan's own."""
 
@@ -49,9 +49,8 @@ class PlannedLoader(LoaderBase):
         unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
         evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
             again and again; those after the last pack have no samples. None is a training's.
-        pipeline: and the micro-batches of a global batch on each rank: each batch is then read in `best_order`. It has
-            the same packs, so the state is as before, and after its last pack free to continue in any layout.
-        costs: for that, of vision and language of each pack of the plan ``[len(packs), 2]``.
+        pipeline: with the micro-batches of a global batch on each rank, and `Plan.costs`: each batch is then read in
+            `best_order`. It has the same packs, so a state after its last pack is free to continue in any layout.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
         base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
@@ -68,8 +67,7 @@ class PlannedLoader(LoaderBase):
         repeat: bool = True,
         unfinished: str | None = None,
         evaluation: int | None = None,
-        pipeline: tuple[Layout, int] | None = None,
-        costs: Callable[[], np.ndarray] | None = None,
+        pipeline: tuple[Layout, int, Costs] | None = None,
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
@@ -83,8 +81,7 @@ class PlannedLoader(LoaderBase):
             packs.passes = None
         self._unfinished, self._evaluation = unfinished, evaluation
         self._end: int | None = None  # of the iteration, if it has one
-        self._pipeline, self._costs = pipeline, costs
-        self._taken = 0  # packs of a global batch that is not through
+        self._pipeline, self._taken = pipeline, 0  # packs of a global batch that is not through
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
@@ -128,28 +125,22 @@ class PlannedLoader(LoaderBase):
             raise UserError(str(self._unfinished))
         self._position, self._taken = self._end, 0
 
-    def _in_order(self, every: Iterator[int], layout: Layout, count: int) -> Iterator[int]:
+    def _in_order(self, every: Iterator[int], layout: Layout, count: int, costs: Costs) -> Iterator[int]:
         """Positions of this rank, those of each global batch in `best_order`; what is too few for one as they come."""
-        assert self._costs is not None
-        costs = self._costs()
         while len(batch := list(itertools.islice(every, count))) == count:
-            own = costs[np.array([self._packs.number(position) for position in batch], dtype=np.int64)]
-            yield from map(batch.__getitem__, best_order(*stage_costs(own, layout), layout))
+            own = [costs(at, at + 1) for each in batch if (at := self._packs.number(each)) is not None]
+            yield from map(batch.__getitem__, best_order(*stage_costs(np.concatenate(own), layout), layout))
         yield from batch
 
-    @property
-    def _batch(self) -> dict[str, Any]:
-        """What a state says in the middle of a global batch."""
-        if self._pipeline is None or not self._taken:
-            return {}
-        layout, count = self._pipeline
-        return {"batch": [self._taken, count, self._world_size, *layout]}
+    def _batch(self, taken: int) -> Sequence[int]:  # what a state says after so many packs of a global batch
+        return [taken, self._pipeline[1], self._world_size, *self._pipeline[0]] if self._pipeline and taken else ()
 
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
         state = planned_state(min(self._position, self._end or self._position), self._fingerprint)
-        return state | self._batch | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
+        state |= {"batch": batch} if (batch := self._batch(self._taken)) else {}
+        return state | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
 
     def state_later(self) -> Callable[[], Any]:
         state = self.save_state()
@@ -180,12 +171,13 @@ class PlannedLoader(LoaderBase):
             differs.append(older)
         if self._packs.passes is not None:
             self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
-        self._taken = state.get("batch", [0])[0]
-        if state.get("batch") != self._batch.get("batch"):
+        batches = [*map(self._batch, range(self._pipeline[1] if self._pipeline else 1))]
+        if (batch := state.get("batch", ())) not in batches:
             raise ConfigError(
-                f"The saved loader state was after {self._taken} packs of a global batch that data.order_micro_batches "
-                "had ordered; restore one that was saved after a step, or go on with the layout and batch of that run."
+                f"The saved loader state was inside a global batch ({batch}), which data.order_micro_batches ordered; "
+                "restore one that was saved after a step, or go on with the layout and batch of that run."
             )
+        self._taken = batches.index(batch)
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
@@ -279,8 +271,7 @@ def loader_of(
         repeat=config.data.repeat,
         unfinished=too_short(plan),
         evaluation=evaluation,
-        pipeline=None if evaluation is not None else _pipeline(config, reading.get("world_size", 1)),
-        costs=functools.partial(copy.copy(plan).costs, 0, len(plan)),  # a copy, since workers have the file of `plan`
+        pipeline=None if evaluation is not None else _pipeline(plan, config, reading.get("world_size", 1)),
         keep_memory=config.data.keep_memory,
         patience=config.data.storage_patience,
         fingerprint=plan_fingerprint(plan, encoder),
@@ -294,15 +285,26 @@ def loader_of(
     )
 
 
-def _pipeline(config: AnyRun, ranks: int) -> tuple[Layout, int] | None:
-    """The layout of a run that orders its micro-batches, and their number in a global batch on each rank."""
+def _pipeline(plan: Plan, config: AnyRun, ranks: int) -> tuple[Layout, int, Costs] | None:
+    """The layout of a run that orders its micro-batches, their number in a global batch on each rank, and costs."""
     parallel, training = config.parallel, getattr(config, "training", TrainingConfig())
     layout = Layout(parallel.pipeline_parallel, parallel.virtual_pipeline, parallel.microbatch_group_size_per_vp_stage)
     if not config.data.order_micro_batches or layout.ranks == 1:
         return None
-    count = training.global_batch_size // training.micro_batch_size // ranks
+    count, left = divmod(training.global_batch_size, training.micro_batch_size * ranks)
+    refuse(
+        (not config.data.repeat, "data.order_micro_batches needs data.repeat: true; a pass may end inside a batch."),
+        (
+            count < 2 or left,
+            f"data.order_micro_batches needs training.global_batch_size, now {training.global_batch_size}: set the "
+            f"run's, a multiple of {ranks} data-parallel ranks with 2 packs or more for each, or turn ordering off.",
+        ),
+    )
+    if parallel.expert_parallel > parallel.context_parallel:
+        why = f"With parallel.expert_parallel {parallel.expert_parallel} replicas may meet in every micro-batch; then"
+        warnings.warn(f"{why} data.order_micro_batches can make steps longer, so compare with it off.", stacklevel=2)
     operations(count, layout)  # refuses what Megatron-Core does
-    return layout, count
+    return layout, count, copy.copy(plan).costs  # a copy, since workers have the file of `plan`
 
 
 def check_plan(

@@ -12,6 +12,7 @@ per line, as in the ledger of an online run, with the place of the sample::
      "dataset": "charts", "shard": "shard_0.tar", "row": 17}
 """
 
+import bisect
 import functools
 import hashlib
 import json
@@ -225,6 +226,7 @@ class Plan:
         self.facts = facts
         self._file: pq.ParquetFile | None = None
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
+        self._costs = functools.lru_cache(maxsize=CACHED)(self._costs_of)
 
     @classmethod
     def open(cls, path: str | Path) -> "Plan":
@@ -251,33 +253,35 @@ class Plan:
         """The packs ``[start, stop)``; reads the row groups that hold them and no others. Raises UserError: the range
         leaves the plan, or the file is damaged."""
         samples: dict[int, list[PlannedSample]] = {}
-        for row in (row for table in self._rows(start, stop) for row in table.to_pylist()):
-            media = tuple(MediaFile(**each) for each in row["media"] or ())
-            samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
+        for table, packs in map(self._group, self._groups(start, stop)):
+            begin, end = np.searchsorted(packs, [start, stop]).tolist()
+            for row in table.slice(begin, end - begin).to_pylist():
+                media = tuple(MediaFile(**each) for each in row["media"] or ())
+                samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
         return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
 
     def costs(self, start: int, stop: int) -> np.ndarray:
         """Vision and language of each of the packs ``[start, stop)``, ``[stop - start, 2]`` int64; of plans of before
         by `CONSTANTS`, without vision. Raises as `packs`."""
-        found = np.zeros((max(stop - start, 0), 2), np.int64)
-        for table in self._rows(start, stop, ["pack", "length", "second", *COSTS]):
-            columns = {each: table.column(each).to_numpy() for each in table.schema.names}
-            vision, cost = columns.get("vision_cost", 0), columns.get("cost")
-            if cost is None:
-                lengths = columns["length"].astype(np.int64), columns["second"].astype(np.int64)
-                cost = sum(CONSTANTS.costs(Size(segment_lengths=lengths)))
-            np.add.at(found, columns["pack"] - start, np.stack(np.broadcast_arrays(vision, cost - vision), axis=1))
-        return found
+        places = ((each, self.facts.row_groups[each]) for each in self._groups(start, stop))
+        found = [self._costs(each)[max(start - first, 0) : stop - first] for each, first in places]
+        return np.concatenate([np.zeros((0, 2), np.int64), *found])
 
-    def _rows(self, start: int, stop: int, columns: list[str] | None = None) -> Iterator[pa.Table]:
+    def _costs_of(self, number: int) -> np.ndarray:
+        table = self._read(number, ["pack", "length", "second", *COSTS])
+        columns = {each: table.column(each).to_numpy() for each in table.schema.names}
+        vision, cost = columns.get("vision_cost", 0), columns.get("cost")
+        if cost is None:
+            lengths = columns["length"].astype(np.int64), columns["second"].astype(np.int64)
+            cost = sum(CONSTANTS.costs(Size(segment_lengths=lengths)))
+        begins = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
+        return np.stack([np.add.reduceat(each, begins) for each in np.broadcast_arrays(vision, cost - vision)], axis=1)
+
+    def _groups(self, start: int, stop: int) -> range:
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
-        low, high = np.searchsorted(np.asarray(self.facts.row_groups), [start, stop - 1], side="right") - 1
-        for number in range(int(low), int(high) + 1) if start < stop else ():
-            table = self._read(number, columns) if columns else self._group(number)[0]
-            packs = table.column("pack").to_numpy()
-            begin, end = np.searchsorted(packs, [start, stop]).tolist()
-            yield table.slice(begin, end - begin)
+        low, high = (bisect.bisect(self.facts.row_groups, each) - 1 for each in (start, stop - 1))
+        return range(low, high + 1 if start < stop else low)
 
     def tables(self, columns: list[str] | None = None) -> Iterable[pa.Table]:
         """All rows, one row group at a time; compared with the data sets if no columns are named."""

@@ -129,7 +129,7 @@ def ordered_packs(
     settings, epochs = config.plan, config.plan.epochs
     if rest is not None and rest.size:
         blend, epochs = replace(blend, rest=rest), epochs + 1
-    of_samples = np.stack(kind_of_config(config).cost(config).costs(samples.sizes), axis=1)
+    of_samples = np.stack(np.broadcast_arrays(*kind_of_config(config).cost(config).costs(samples.sizes)), axis=1)
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
     sizes: list[np.ndarray] = []

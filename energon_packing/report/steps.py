@@ -97,7 +97,7 @@ def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 1
     Args:
         layout: ``PP`` or ``PPxVP``: pipeline ranks, and stages of each.
         ranks, count: data-parallel size, and micro-batches of each replica.
-        most: replicas that are simulated in all; steps are taken at equal distances.
+        most: replicas that are simulated in all; steps, and replicas of one, are taken at equal distances.
 
     Returns:
         ``steps`` simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the
@@ -111,18 +111,19 @@ def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 1
     shape, plan, size = Layout(*map(int, sizes)), Plan.open(path), ranks * count
     steps = len(plan) // size
     refuse((not steps, f"{path} has {len(plan)} packs, less than a step of {size}; give fewer ranks or micro-batches."))
-    costs, chosen = plan.costs(0, len(plan)), np.unique(np.linspace(0, steps - 1, max(1, most // ranks)).astype(int))
+    costs, own = plan.costs(0, len(plan)), np.linspace(0, ranks - 1, min(ranks, most)).astype(int).tolist()
+    chosen = np.unique(np.linspace(0, steps - 1, max(1, most // ranks)).astype(int))
     busy, taken, bubbles = 0.0, np.zeros(2), np.zeros(2)
     for first in chosen * size:
         longest = np.zeros(2)
-        for rank in range(ranks):
+        for rank in own:
             forward, backward = stage_costs(costs[first + rank : first + size : ranks], shape)
             orders = range(count), best_order(forward, backward, shape)
             both = [simulate(forward[order], backward[order], shape) for order in orders]
             longest = np.maximum(longest, [each.makespan for each in both])
             bubbles += [each.bubble for each in both]
-            busy += float(both[0].busy.mean()) / ranks
+            busy += float(both[0].busy.mean()) / len(own)
         taken += longest
-    found = zip(("plan", "ordered"), busy / taken, bubbles / (len(chosen) * ranks), strict=True)
+    found = zip(("plan", "ordered"), busy / taken, bubbles / (len(chosen) * len(own)), strict=True)
     orders_found = [dict(zip(("order", "efficiency", "bubble"), each, strict=True)) for each in found]
     return {"steps": len(chosen), "of": steps, "data_parallel": ranks, "orders": orders_found}

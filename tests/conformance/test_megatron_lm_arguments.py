@@ -119,6 +119,12 @@ def test_stages_and_experts_get_rows_of_one_width(arguments, sizes):
         run_config_of(arguments("packing: {pad_to_max_length: false}", **sizes))
 
 
+def test_a_pipeline_of_megatron_lm_has_no_virtual_stages_whatever_the_file_says(arguments):
+    file = "parallel: {virtual_pipeline: 2, microbatch_group_size_per_vp_stage: 4}"
+    found = run_config_of(arguments(file, pipeline_model_parallel_size=2)).parallel
+    assert (found.pipeline_parallel, found.virtual_pipeline, found.microbatch_group_size_per_vp_stage) == (2, 1, 0)
+
+
 def test_no_packs_are_made_ahead_where_cuda_graphs_are_captured(arguments):
     depths = [
         run_config_of(arguments("data: {packs_ahead: 3}", **given)).data.depth

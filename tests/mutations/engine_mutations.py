@@ -464,6 +464,28 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_planned_loader.py::"
         "test_a_state_after_a_step_goes_on_in_any_layout_and_one_inside_a_step_only_in_its_own",
         oracle="the definition",
-        edits=(("offline/loader.py", 'if state.get("batch") != self._batch.get("batch"):', "if False:"),),
+        edits=(
+            (
+                "offline/loader.py",
+                "batches = [*map(self._batch, range(self._pipeline[1] if self._pipeline else 1))]",
+                'batches = [state.get("batch", ())]',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=244,
+        name="a pass may end inside a global batch, after which no step is a batch of the loader",
+        test="tests/offline/test_planned_loader.py::"
+        "test_micro_batches_are_ordered_of_plans_alone_without_end_and_of_a_batch_that_ranks_share",
+        oracle="the definition",
+        edits=(("offline/loader.py", '(not config.data.repeat, "data.order', '(False, "data.order'),),
+    ),
+    Mutation(
+        trap=244,
+        name="a run that forgets its global batch is not ordered, and nobody says so",
+        test="tests/offline/test_planned_loader.py::"
+        "test_micro_batches_are_ordered_of_plans_alone_without_end_and_of_a_batch_that_ranks_share",
+        oracle="the definition",
+        edits=(("offline/loader.py", "count < 2 or left,", "count < 1,"),),
     ),
 )

@@ -19,6 +19,7 @@ from energon_packing.config.run import PlannedDatasetConfig, TrainingConfig
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline import plan as plan_file
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig
@@ -28,6 +29,7 @@ from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.packing.pipeline import Layout, best_order, simulate, stage_costs
+from energon_packing.report import steps
 from energon_packing.report.preview import Wanted, wanted_packs
 
 
@@ -182,7 +184,7 @@ def test_a_state_after_a_step_goes_on_in_any_layout_and_one_inside_a_step_only_i
     _, inside = indices(run, 7)
     for other in others:
         assert sorted(indices(other, 16, state=whole)[0]) == list(range(8, 24))
-        with pytest.raises(ConfigError, match="after 7 packs of a global batch that data"):
+        with pytest.raises(ConfigError, match=r"inside a global batch \(\[7, 8, 1, 2, 1, 0\]\), which data\.order"):
             indices(other, 1, state=inside)
     assert sorted(indices(run, 9, state=inside)[0])[1:] == list(range(8, 16))
 
@@ -211,13 +213,68 @@ def test_stats_tell_how_long_the_ranks_of_pipelines_compute_in_the_order_of_a_pl
         assert re.search(says, " ".join(result.output.split()))
 
 
-def test_micro_batches_are_ordered_of_plans_alone_and_of_a_batch_with_a_pack_for_each_rank(plan_of, dataset, run_of):
+def test_micro_batches_are_ordered_of_plans_alone_without_end_and_of_a_batch_that_ranks_share(plan_of, dataset, run_of):
     with pytest.raises(ConfigError, match="is no plan"):
         open_loader(ordering(run_of(dataset)))
-    with pytest.raises(ConfigError, match="each replica has 0 packs of a global batch"):
-        open_loader(ordering(plan_of, batch=2), world_size=4)
+    for batch, ranks in ((1, 1), (1, 2), (2, 4), (4, 4), (10, 4)):  # 1 where a loop of one's own forgets to say it
+        says = rf"order_micro_batches needs training\.global_batch_size, now {batch}: set .* a multiple of {ranks} data"
+        with pytest.raises(ConfigError, match=says):
+            open_loader(ordering(plan_of, batch=batch), world_size=ranks)
     with pytest.raises(ConfigError, match="leave none of them over"):
         open_loader(ordering(plan_of, batch=5, virtual_pipeline=2))
+    run = ordering(plan_of)
+    finite = dataclasses.replace(run, data=dataclasses.replace(run.data, repeat=False))
+    with pytest.raises(ConfigError, match=r"order_micro_batches needs data\.repeat: true"):
+        open_loader(finite)
+    open_loader(finite, evaluation=4)
+
+
+def test_a_run_whose_replicas_may_meet_in_every_micro_batch_is_told_that_ordering_may_not_pay(plan_of):
+    with pytest.warns(UserWarning, match=r"parallel\.expert_parallel 2 .*may meet in every micro-batch.*off\.$"):
+        open_loader(ordering(plan_of, expert_parallel=2))
+
+
+@pytest.mark.parametrize("batch", [[], None, 3, "8", [0, 8, 1, 2, 1, 0], [8, 8, 1, 2, 1, 0], [9, 8, 1, 2, 1, 0], [[]]])
+def test_a_state_whose_batch_is_damaged_is_refused_in_a_sentence_that_shows_it(plan_of, batch):
+    _, state = indices(ordering(plan_of), 7)
+    for run in (ordering(plan_of), ordering(plan_of, on=False)):
+        with pytest.raises(ConfigError, match=rf"inside a global batch \({re.escape(str(batch))}\).*restore one that"):
+            open_loader(run).restore_state(state | {"batch": batch})
+
+
+def test_an_ordered_run_reads_the_costs_of_the_packs_that_come_and_of_no_others(dataset, run_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_file, "LEAST_ROWS", 1)
+    run = ordering(planned(run_of(dataset), dataset, tmp_path), batch=4)
+    facts, read, reads = Plan.open(run.data.path).facts, [], Plan._read
+    assert len(facts.row_groups) == facts.packs > 4
+
+    def recorded(plan, number, columns):
+        read.extend([number] * (columns is not None))
+        return reads(plan, number, columns)
+
+    monkeypatch.setattr(Plan, "_read", recorded)
+    packs = iter(open_loader(run, rank=1, world_size=2, workers=0))
+    assert read == []
+    for step in range(3 * facts.packs // 4):  # passes after the plan, too
+        for _ in range(2):
+            next(packs)
+        positions = (4 * step + 1, 4 * step + 3)
+        assert read == [Passes(facts).number(each) for each in positions], "each once"
+        read.clear()
+
+
+def test_of_many_replicas_some_are_simulated_which_lie_at_equal_distances(plan_of, monkeypatch):
+    costs, count, chosen = Plan.open(plan_of.data.path).costs(0, 8), 2, []
+    monkeypatch.setattr(
+        steps, "stage_costs", lambda own, layout: chosen.append(own.tolist()) or stage_costs(own, layout)
+    )
+    told = steps.layout_report(Path(plan_of.data.path), "2", 4, count, most=2)
+    assert chosen == [costs[0::4].tolist(), costs[3::4].tolist()]
+    both = [stage_costs(costs[rank::4], Layout(2)) for rank in (0, 3)]
+    times = [simulate(*each, Layout(2)) for each in both]
+    assert told["orders"][0]["bubble"] == pytest.approx(sum(each.bubble for each in times) / 2)
+    busy = sum(each.busy.mean() for each in times) / 2
+    assert told["orders"][0]["efficiency"] == pytest.approx(busy / max(each.makespan for each in times))
 
 
 def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of):

@@ -21,28 +21,29 @@ WIDTH, REPEATS = 64, 3  # large enough that a message is not sent along with its
 
 
 class Sleep(torch.autograd.Function):
-    """Adds nothing; the forward and the backward pass take their seconds."""
+    """Adds nothing; the forward and the backward pass take their seconds, and are noted."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
+    def forward(ctx: Any, x: torch.Tensor, stage: Any, micro_batch: int) -> torch.Tensor:
+        ctx.of = stage, micro_batch
+        stage.run(False, micro_batch)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
+        stage, micro_batch = ctx.of
+        stage.run(True, micro_batch)
         return gradient, None, None
 
 
 class Stage(torch.nn.Module):
     """Times of each micro-batch in one stage; what Core asks a chunk of a model for."""
 
-    def __init__(self, config: Any, forward: list[float], backward: list[float]) -> None:
+    def __init__(self, config: Any, number: int, times: list[list[float]], ran: list[Any]) -> None:
         super().__init__()
         from megatron.core.enums import ModelType
 
-        self.config, self.times, self.input = config, list(zip(forward, backward, strict=True)), None
+        self.config, self.number, self.times, self.ran, self.input = config, number, times, ran, None
         self.model_type = ModelType.encoder_or_decoder
         self.weight = torch.nn.Parameter(torch.ones(WIDTH, 1, WIDTH))
 
@@ -52,7 +53,11 @@ class Stage(torch.nn.Module):
 
     def forward(self, micro_batch: int) -> torch.Tensor:
         x = self.weight * 1.0 if self.input is None else self.input
-        return Sleep.apply(x, *self.times[micro_batch])
+        return Sleep.apply(x, self, micro_batch)
+
+    def run(self, backward: bool, micro_batch: int) -> None:
+        self.ran.append([backward, micro_batch, self.number])
+        time.sleep(self.times[backward][micro_batch])
 
 
 def forward_step(iterator: Any, stage: Stage) -> Any:
@@ -79,8 +84,9 @@ def core_config(pipeline: int, chunks: int, group: int, **more: Any) -> Any:
     )
 
 
-def run_case(case: dict[str, Any]) -> float:
-    """Seconds of a step from its first start to its last end, the least of some repeats."""
+def run_case(case: dict[str, Any]) -> tuple[float, list[Any]]:
+    """Seconds of a step from its first start to its last end, the least of some repeats; and what this rank ran in it:
+    whether backward, micro-batch, stage."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -92,9 +98,12 @@ def run_case(case: dict[str, Any]) -> float:
     )
     rank, config = torch.distributed.get_rank(), core_config(pipeline, chunks, case["group"])
     columns = [list(zip(*case[way], strict=True)) for way in ("forward", "backward")]
-    stages = [Stage(config, *(way[chunk * pipeline + rank] for way in columns)) for chunk in range(chunks)]
+    ran: list[Any] = []
+    numbers = [chunk * pipeline + rank for chunk in range(chunks)]
+    stages = [Stage(config, number, [way[number] for way in columns], ran) for number in numbers]
     count, taken = len(case["forward"]), []
     for _ in range(REPEATS + 1):  # the first one connects the ranks
+        ran.clear()
         torch.distributed.barrier()
         start = time.time()
         get_forward_backward_func()(
@@ -109,11 +118,11 @@ def run_case(case: dict[str, Any]) -> float:
         torch.distributed.all_reduce(times, torch.distributed.ReduceOp.MAX)
         taken.append(float(times.sum()))
     parallel_state.destroy_model_parallel()
-    return min(taken[1:])
+    return min(taken[1:]), ran
 
 
 def be_rank(world: int, cases: list[dict[str, Any]], folder: Path, rank: int) -> None:
-    """In a fork: the cases of one number of ranks; rank 0 writes the seconds."""
+    """In a fork: the cases of one number of ranks; each writes what it found."""
     from support.bridge_cpu import stand_ins
 
     torch.set_num_threads(1)
@@ -123,15 +132,14 @@ def be_rank(world: int, cases: list[dict[str, Any]], folder: Path, rank: int) ->
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     with stand_ins.without_warnings():
-        seconds = [run_case(case) for case in cases]
-    if rank == 0:
-        (folder / f"seconds{world}.json").write_text(json.dumps(seconds))
+        found = [run_case(case) for case in cases]
+    (folder / f"found{world}-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
-def run(cases: list[dict[str, Any]]) -> list[float]:
-    """Seconds of a step of each case: ``pipeline``, ``chunks``, ``group``, and ``forward`` and ``backward``, seconds of
-    each micro-batch in each stage.
+def run(cases: list[dict[str, Any]]) -> list[list[tuple[float, list[Any]]]]:
+    """What `run_case` returns on each rank, of each case: ``pipeline``, ``chunks``, ``group``, and ``forward`` and
+    ``backward``, seconds of each micro-batch in each stage.
 
     Raises:
         RuntimeError: with the output of the ranks.
@@ -140,7 +148,10 @@ def run(cases: list[dict[str, Any]]) -> list[float]:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps(cases))
         ranks.launch(__file__, folder, folder=folder, timeout=300)
-        found = {int(file.stem[7:]): iter(json.loads(file.read_text())) for file in folder.glob("seconds*.json")}
+        found = {
+            world: iter(zip(*(json.loads((folder / f"found{world}-{rank}.json").read_text()) for rank in range(world))))
+            for world in {case["pipeline"] for case in cases}
+        }
         return [next(found[case["pipeline"]]) for case in cases]
 
 

@@ -95,6 +95,13 @@ def test_the_loader_of_clips_opens_their_plan_too(planned, whole):
     assert digests(build_text_to_video_loader(planned)) == digests(whole)
 
 
+def test_micro_batches_of_clips_are_not_ordered_since_nothing_says_how_many_a_global_batch_has(planned):
+    data = dataclasses.replace(planned.data, order_micro_batches=True, repeat=True)
+    parallel = dataclasses.replace(planned.parallel, pipeline_parallel=2)
+    with pytest.raises(ConfigError, match=r"order_micro_batches needs training\.global_batch_size.*turn ordering off"):
+        open_loader(dataclasses.replace(planned, data=data, parallel=parallel))
+
+
 def on(run, path):
     return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
 

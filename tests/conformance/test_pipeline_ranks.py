@@ -1,4 +1,4 @@
-"""Steps of real pipelines (Megatron-Core over gloo, stages that sleep) take at least the time that the simulator says."""
+"""Steps of real pipelines (Megatron-Core over gloo, stages that sleep) take no less time than the simulator says."""
 
 import bridge_here  # noqa: F401
 import numpy as np

@@ -148,11 +148,10 @@ def run(cases: list[dict[str, Any]]) -> list[list[tuple[float, list[Any]]]]:
         folder = Path(name)
         (folder / "cases.json").write_text(json.dumps(cases))
         ranks.launch(__file__, folder, folder=folder, timeout=300)
-        found = {
-            world: iter(zip(*(json.loads((folder / f"found{world}-{rank}.json").read_text()) for rank in range(world))))
-            for world in {case["pipeline"] for case in cases}
-        }
-        return [next(found[case["pipeline"]]) for case in cases]
+        found: dict[int, list[Any]] = {world: [] for world in range(1 + max(case["pipeline"] for case in cases))}
+        for world, of in found.items():
+            of += [json.loads(file.read_text()) for file in sorted(folder.glob(f"found{world}-*.json"))]
+        return [[each.pop(0) for each in found[case["pipeline"]]] for case in cases]
 
 
 def main(name: str) -> None:

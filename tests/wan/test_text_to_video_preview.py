@@ -33,7 +33,7 @@ def test_preview_describes_the_packs_of_the_loader_as_json_and_as_a_table(datase
     result = invoke(dataset, "--format", "text-to-video", "--config", config_file, "--packs", 3, "--json")
     assert result.exit_code == 0, result.output
     shown = json.loads(result.stdout)
-    config = load_text_to_video_config(config_file, [f"data.path={dataset}", "data.workers=0"])
+    config = load_text_to_video_config(config_file, [f"data.path={dataset}", "data.workers=0", "data.repeat=false"])
     packs = list(itertools.islice(build_text_to_video_loader(config), 3))
     assert [[clip["key"] for clip in view["clips"]] for view in shown["packs"]] == [list(pack.keys) for pack in packs]
     for view, pack in zip(shown["packs"], packs, strict=True):

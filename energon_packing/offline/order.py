@@ -34,7 +34,7 @@ RUN = 32
 """Steps in a row whose mean cost is near that of the whole."""
 SHARE = 0.05
 """How near."""
-LITTLE = 0.1
+LITTLE = 0.05
 """The share of both costs below which one counts for no more than it is."""
 DRAWS = 256
 """Orders of a block that are drawn at a time."""

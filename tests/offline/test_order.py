@@ -135,7 +135,7 @@ def test_a_few_packs_with_images_do_not_disturb_those_of_text(mixes: dict[str, n
 def test_a_cost_that_is_next_to_nothing_takes_next_to_nothing_from_the_other(
     share: float, few: float, rise: int, group: int, first: bool, seed: int
 ) -> None:
-    """A small tower under a large model: ranks lose hardly more time than in the order of the sum."""
+    """A small tower under a large model: ranks lose hardly more time than by the sum, wherever they wait."""
     random = np.random.default_rng(seed)
     main = random.beta(4, 6, 4000) * 0.8 + 0.6
     small = np.where(random.random(4000) < few, random.gamma(1.2, 1, 4000) * main**rise, 0)

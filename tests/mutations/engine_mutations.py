@@ -40,13 +40,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a policy is offered every copy that the window holds",
         test=BLENDS + "test_no_pack_has_a_sample_twice_also_of_a_data_set_smaller_than_the_window[2-16-None]",
         oracle="the places that Energon names",
-        edits=(
-            (
-                "energon/task_encoder.py",
-                "sorted(set(first_of_same([samples[at] for at in group])))",
-                "range(len(group))",
-            ),
-        ),
+        edits=(("energon/task_encoder.py", "sorted(set(same))", "range(len(group))"),),
     ),
     Mutation(
         trap=246,
@@ -66,7 +60,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="equal keys of two data sets are one sample",
         test=BLENDS + "test_a_small_part_of_a_blend_is_in_no_pack_twice_and_equal_keys_of_another_are_other_samples",
         oracle="the places that Energon names",
-        edits=(("energon/samples.py", "data_of(sample) if times[sample.__key__] > 1 else", '"" and'),),
+        edits=(("energon/samples.py", "sample.__sources__ or () if times[sample.__key__] > 1 else", ""),),
     ),
     Mutation(
         trap=103,

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -60,7 +59,7 @@ from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
 from energon_packing.packing.model_cost import CONSTANTS, ModelCost
-from energon_packing.packing.online import next_pack
+from energon_packing.packing.online import next_pack, offered
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
@@ -106,7 +105,6 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     accept_changed: tuple[str, ...] = ()
     tells_end: bool = False
     takes_buffers: bool = False
-    _told: bool = False  # of copies in the window
     _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
     @property
@@ -264,7 +262,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Selects the next pack from the window by ``packing.policy``, within all limits of a pack.
 
         It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
-        others, and fill their packs as well. Of what the window holds more than once, it is offered the first only.
+        others, and fill their packs as well. Of what the window holds more than once, see `offered`.
 
         Args:
             samples: held by the window, oldest first; all are measured.
@@ -275,17 +273,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
-        same = first_of_same([samples[at] for at in group])
-        held = [group[at] for at in sorted(set(same))]
-        if 2 * len(held) < len(group) and not self._told and sum(units[at] for at in held) < self.limits.units:
-            self._told = True
-            sample = samples[group[Counter(same).most_common(1)[0][0]]]
-            warnings.warn(
-                f"Most of the packing window are copies, as of sample {sample.__key__} of {data_of(sample)}, and all "
-                "others together do not fill a pack, which has no sample twice. Lower the weight of this data set, or "
-                "use fewer workers (docs/packing.md, Small data sets).",
-                stacklevel=2,
-            )
+        same, room = first_of_same([samples[at] for at in group]), self.limits.units
+        held = [group[at] for at in offered(np.array(same), np.array([units[at] for at in group]), room, ended=ended)]
         chosen = next_pack(
             self.packing.policy,
             [units[at] for at in held],

@@ -58,6 +58,15 @@ def next_pack(
     return sorted(next(group for group in groups if 0 in group).tolist())
 
 
+def offered(numbers: np.ndarray, lengths: np.ndarray, capacity: int, *, ended: bool) -> np.ndarray:
+    """Positions of the samples that a window offers for a pack, ascending, of their `numbers` and `lengths` ``[N]``
+    int64: the first of each number. All, while the source goes on, where most are copies and all others do not fill a
+    pack: those of a data set that has fewer samples than a pack."""
+    first = np.sort(np.unique(numbers, return_index=True)[1])
+    few = not ended and 2 * first.size < numbers.size and lengths[first].sum() < capacity
+    return np.arange(numbers.size) if few else first
+
+
 def sliding_packs(
     numbers: np.ndarray,
     lengths: np.ndarray,
@@ -70,19 +79,20 @@ def sliding_packs(
     steady: bool = False,
 ) -> Iterator[np.ndarray]:
     """Packs of a list as a sliding window makes them, ascending: no number (``[N]``, of each sample) twice in a pack.
-    If `steady`, those made before the list has ended. Other arguments as for `next_pack`."""
+    If `steady`, those made before the list has ended, with copies as online. Other arguments as for `next_pack`."""
     held, next_one = np.arange(0), 0
     while True:
         stop = min(next_one + window - held.size, len(numbers))
         held, next_one = np.append(held, np.arange(next_one, stop)), stop
         if not held.size or (steady and held.size < window):
             return
-        offered = held[np.sort(np.unique(numbers[held], return_index=True)[1])]
-        own, costs = lengths[offered].tolist(), {name: it[offered].tolist() for name, it in constraints.costs.items()}
-        shapes = padding and (padding[0][:, offered], padding[1])
-        chosen = next_pack(policy, own, capacity, costs, constraints.limits, ended=held.size < window, padding=shapes)
-        yield offered[chosen]
-        held = np.setdiff1d(held, offered[chosen], assume_unique=True)
+        ended = held.size < window
+        open_to = held[offered(numbers[held], lengths[held], capacity, ended=ended or not steady)]
+        own, costs = lengths[open_to].tolist(), {name: it[open_to].tolist() for name, it in constraints.costs.items()}
+        shapes = padding and (padding[0][:, open_to], padding[1])
+        chosen = next_pack(policy, own, capacity, costs, constraints.limits, ended=ended, padding=shapes)
+        yield open_to[chosen]
+        held = np.setdiff1d(held, open_to[chosen], assume_unique=True)
 
 
 def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:

@@ -84,6 +84,9 @@ def import_bridge(*, placeholders: bool) -> None:
     ``placeholders`` where Transformer Engine is absent."""
     finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers" if placeholders else "")
     sys.meta_path.insert(0, finder)
+    if "megatron.bridge" not in sys.modules:  # where an import failed before, modules are left without their package
+        for name in [name for name in sys.modules if name.startswith("megatron.bridge.")]:
+            del sys.modules[name]
     try:
         for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
             importlib.import_module(f"megatron.bridge.{name}")

@@ -208,6 +208,34 @@ def figures(costs: np.ndarray, ranks: int) -> dict[str, float | None]:
     return {name: round(float(value), 5) for name, value in found.items()}
 
 
+def draw(file: Path, costs: np.ndarray, *, ranks: int = 16, seed: int = 0) -> None:
+    """Draws one step of packs ``[P, 2]`` at random and in the order of a plan, each rank a line: vision, and language
+    once all ranks are through with it; what lies between is waiting. Raises UserError: matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("--picture needs matplotlib; pip install matplotlib") from error
+    given = np.random.default_rng(seed).permutation(costs).astype(np.float64)
+    given /= given.sum(axis=1).mean()
+    planned = given[balanced_order(given, group=512, before=np.zeros(0), seed=[seed])]
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for axes, order, name in zip(figure.subplots(1, 2, sharex=True, sharey=True), (given, planned), ("random", "plan")):
+        steps = order[: len(order) // ranks * ranks].reshape(-1, ranks, 2)
+        lasts = steps.max(axis=1).sum(axis=1)
+        vision, language = steps[lasts.argsort()[len(lasts) // 2]].T  # the step that takes the median
+        lines, barrier = np.arange(ranks), vision.max()
+        axes.barh(lines, vision, color="#4477aa", label="vision")
+        axes.barh(lines, language, left=barrier, color="#ee8866", label="language")
+        for wait in (barrier, barrier + language.max()):
+            axes.axvline(wait, color="black", linewidth=1)
+        computed = 100 * (vision.mean() + language.mean()) / (barrier + language.max())
+        what = "packs at random" if name == "random" else "packs of a plan"
+        axes.set(title=f"{what}: {computed:.0f} % computing", xlabel="time, in mean packs", yticks=[])
+    figure.axes[0].set(ylabel=f"{ranks} ranks")
+    figure.axes[1].legend(loc="lower right")
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON line per result; 2 on unusable input."""
     parser = argparse.ArgumentParser(prog="bench.py balance", description=__doc__)
@@ -223,8 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--two-costs", action="store_true", help="the table of orders by two costs; --samples of a mix")
     parser.add_argument("--omnibal", type=Path, help="--two-costs: directory of OmniBal's lists")
+    parser.add_argument("--picture", type=Path, help="--two-costs: draw a step of the mix into this file instead")
     given = parser.parse_args(argv)
     try:
+        if given.picture:
+            draw(given.picture, next(packs_of_lists(given.samples, None, given.seed))[1], seed=given.seed)
+            return 0
         if given.two_costs:
             lists = packs_of_lists(given.samples, given.omnibal, given.seed)
             for row in run_two_costs(lists, ranks=given.ranks or (8, 64, 512), seed=given.seed):

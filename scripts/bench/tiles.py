@@ -28,7 +28,6 @@ from bench.length_lists import LengthList
 from bench.peers import SEARCH_PATH, first_fit
 from energon_packing.errors import UserError
 from energon_packing.offline.order import balanced_order
-from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import PackGroups
 from energon_packing.packing.policies.best_fit import pack_limited
@@ -41,8 +40,6 @@ WINDOWS = (64, 256, 1024)
 RANKS = (8, 64, 512)
 BUFFER = 64
 """Samples that Energon's packing buffer holds in Bridge's recipes."""
-PATCHES = 1024
-"""Patches of a tile of 448 pixels."""
 ITERATIONS, SEED, MARGIN = 50, 1024, 128
 """Of OmniBal's search: its ``test_balanced_dynamic_batch.py`` and the defaults of its ``BalancedDataset``."""
 PROGRAMS = {
@@ -107,8 +104,8 @@ def _packers(
         start = time.process_time()
         packs = pack_limited(given.lengths, capacity, constraints)
         seconds = time.process_time() - start
-        costs = [pack_cost(given.lengths[pack], patches=PATCHES * int(given.images[pack].sum())) for pack in packs]
-        order = balanced_order(np.array(costs), group=max(RANKS), before=np.zeros(0), seed=[0])
+        costs = np.array([(given.images[pack].sum(), given.lengths[pack].sum()) for pack in packs], dtype=np.float64)
+        order = balanced_order(costs / costs.mean(axis=0), group=max(RANKS), before=np.zeros(0), seed=[0])
         return [packs[at] for at in order.tolist()], seconds, {}
 
     packers: dict[str, Callable[[], Made]] = {

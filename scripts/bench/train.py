@@ -6,6 +6,8 @@ the data; each result is one JSON object, and the last one compares them.
 
 ``--whole`` measures whole jobs: padded rows, packs that are made while they train, and packs that are made before.
 Reading and packing are part of the time, and every job reads with one worker.
+
+``--ranks 2`` measures how long data-parallel ranks wait for each other with packs in random order and in a plan's.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -99,7 +102,11 @@ def measured(
     bench: TrainBench, data: BenchData, work: Path, rows: Rows, size: int, *, name: str, **more: Any
 ) -> dict[str, Any]:
     """Returns what `bench.train_run.measure` says of one kind of row, in a process of its own."""
-    job = TrainJob(
+    return start(_job(bench, data, rows, size, **more), work / f"train-{name}.log", module="train_run", name=name)
+
+
+def _job(bench: TrainBench, data: BenchData, rows: Rows, size: int, **more: Any) -> TrainJob:
+    return TrainJob(
         rows=rows,
         data=str(data.root),
         processor=str(processor_path(bench.family)),
@@ -112,7 +119,6 @@ def measured(
         small=bench.small,
         **more,
     )
-    return start(job, work / f"train-{name}.log", module="train_run", name=name)
 
 
 def run_whole(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
@@ -160,6 +166,16 @@ def run_whole(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
         },
         "published": PUBLISHED,
     }
+
+
+def run_ranks(bench: TrainBench, work: Path, *, ranks: int) -> Iterator[dict[str, Any]]:
+    """See `bench.train_ranks.run`; other arguments and errors as for `run`."""
+    from bench import train_ranks
+
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise UserError("megatron.bridge, which trains the model, is not installed; install the extra 'bridge'")
+    data = prepare_data(work, conversations=bench.conversations, seed=bench.seed)
+    return train_ranks.run(_job(bench, data, "packs", 1), data, work, ranks=ranks)
 
 
 def kinds(bench: TrainBench) -> list[tuple[Rows, int, Padding | None]]:
@@ -248,6 +264,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=default.seed)
     options.add_argument("--small", action="store_true", help="a model of 0.15 billion weights in bfloat16, for a GPU")
     options.add_argument("--whole", action="store_true", help="measure whole jobs, reading and packing included")
+    options.add_argument("--ranks", type=int, help="measure how long so many ranks wait for each other")
     options.add_argument("--work", type=Path, help="keep data and logs here; a temporary directory by default")
     return options
 
@@ -255,7 +272,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON line per result; 1 if the rows did not train the same, 2 on unusable input."""
     options = vars(parser().parse_args(argv))
-    measures = run_whole if options.pop("whole") else run
+    ranks, whole = options.pop("ranks"), options.pop("whole")
+    measures = partial(run_ranks, ranks=ranks) if ranks else run_whole if whole else run
     given_work, sizes = options.pop("work"), options.pop("micro_batch") or TrainBench().micro_batches
     same = True
     try:

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import itertools
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from bridge_sources import sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import ranks
 from support.bridge_cpu import attention as cpu_attention
 from support.bridge_cpu import stand_ins, training_run
 
@@ -46,6 +49,26 @@ def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back()
     assert "already" in stand_ins.install()
     stand_ins.uninstall()
     assert {target: object_at(target) for target in before} == before
+
+
+def test_bridge_is_whole_also_after_an_import_that_failed():
+    code = (
+        "import sys, importlib\n"
+        "try: import megatron.bridge\n"
+        "except ImportError: assert any(name.startswith('megatron.bridge.') for name in sys.modules)\n"
+        "from support.bridge_cpu import stand_ins\n"
+        "stand_ins.install()\n"
+        "from megatron import bridge\n"
+        "print(bool(bridge.training and bridge.diffusion and bridge.AutoBridge))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ranks.ranks_environment(),
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_the_documentation_lists_every_replaced_name_with_its_reason():

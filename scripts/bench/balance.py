@@ -219,7 +219,8 @@ def draw(file: Path, costs: np.ndarray, *, ranks: int = 16, seed: int = 0) -> No
     given /= given.sum(axis=1).mean()
     planned = given[balanced_order(given, group=512, before=np.zeros(0), seed=[seed])]
     figure = Figure(figsize=(8, 3), layout="constrained")
-    for axes, order, name in zip(figure.subplots(1, 2, sharex=True, sharey=True), (given, planned), ("random", "plan")):
+    panels = zip(figure.subplots(1, 2, sharex=True, sharey=True), (given, planned), ("random", "plan"), strict=True)
+    for axes, order, name in panels:
         steps = order[: len(order) // ranks * ranks].reshape(-1, ranks, 2)
         lasts = steps.max(axis=1).sum(axis=1)
         vision, language = steps[lasts.argsort()[len(lasts) // 2]].T  # the step that takes the median

@@ -208,7 +208,7 @@ def figures(costs: np.ndarray, ranks: int) -> dict[str, float | None]:
     return {name: round(float(value), 5) for name, value in found.items()}
 
 
-def draw(file: Path, costs: np.ndarray, *, ranks: int = 16, seed: int = 0) -> None:
+def draw(file: Path, costs: np.ndarray, *, ranks: int = 64, seed: int = 0) -> None:
     """Draws one step of packs ``[P, 2]`` at random and in the order of a plan, each rank a line: vision, and language
     once all ranks are through with it; what lies between is waiting. Raises UserError: matplotlib is not installed."""
     try:
@@ -233,7 +233,7 @@ def draw(file: Path, costs: np.ndarray, *, ranks: int = 16, seed: int = 0) -> No
         what = "packs at random" if name == "random" else "packs of a plan"
         axes.set(title=f"{what}: {computed:.0f} % computing", xlabel="time, in mean packs", yticks=[])
     figure.axes[0].set(ylabel=f"{ranks} ranks")
-    figure.axes[1].legend(loc="lower right")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -57,6 +57,7 @@ def run(job: TrainJob, data: BenchData, work: Path, *, ranks: int = 2) -> Iterat
     case |= {"vocab_size": size, "processor": job.processor}
     (work / "case.json").write_text(json.dumps(case | {"orders": {name: of.tolist() for name, of in orders.items()}}))
     processes.launch(__file__, str(work), folder=work, timeout=3000, PYTHONPATH=SEARCH_PATH)
+    placed = {name: of[: steps * ranks].reshape(steps, ranks)[1 + FIRST :] for name, of in orders.items()}
     taken, tokens = {}, {}
     for name in ORDERS:
         times = np.array(
@@ -68,13 +69,12 @@ def run(job: TrainJob, data: BenchData, work: Path, *, ranks: int = 2) -> Iterat
         computed = times[:, :, 1:, 0] - times[:, :, :-1, 1]  # since the step before had all gradients
         taken[name] = computed[:, :, FIRST:].min(axis=0).T  # [step, rank]
         spent = (times[:, :, -1, 1] - times[:, :, FIRST, 1]).max(axis=1).min()
-        own = orders[name][: steps * ranks].reshape(steps, ranks)[1 + FIRST :]
-        tokens[name] = sum(batches[at].real_tokens for at in own.ravel()) / spent
-    own = {name: costs[orders[name][: steps * ranks].reshape(steps, ranks)[1 + FIRST :]] for name in ORDERS}
-    columns = np.append(own["random"].reshape(-1, 2), np.ones((own["random"][..., 0].size, 1)), axis=1)
+        tokens[name] = sum(batches[at].real_tokens for at in placed[name].ravel()) / spent
+    cost_of = {name: costs[placed[name]] for name in ORDERS}
+    columns = np.append(cost_of["random"].reshape(-1, 2), np.ones((placed["random"].size, 1)), axis=1)
     slope, *_ = np.linalg.lstsq(columns, taken["random"].ravel(), rcond=None)
     for name in ORDERS:
-        fitted = own[name] @ slope[:2] + slope[2]
+        fitted = cost_of[name] @ slope[:2] + slope[2]
         yield {
             "benchmark": "train.ranks",
             "order": name,
@@ -82,7 +82,7 @@ def run(job: TrainJob, data: BenchData, work: Path, *, ranks: int = 2) -> Iterat
             "family": job.family,
             "steps": len(taken[name]),
             "waiting": round(1 - step_efficiency(taken[name].T), 4),
-            "predicted": round(1 - step_efficiency(own[name].sum(axis=2).T), 4),
+            "predicted": round(1 - step_efficiency(cost_of[name].sum(axis=2).T), 4),
             "fitted": round(1 - step_efficiency(fitted.T), 4),
             "tokens_per_second": round(tokens[name]),
         }
@@ -136,7 +136,7 @@ def be_rank(folder: Path, case: dict[str, Any], name: str, number: int, port: in
         synchronise(self, *arguments, **keywords)
         times.append((entered, time.perf_counter()))
 
-    DistributedDataParallel.finish_grad_sync = timed  # type: ignore[method-assign]
+    DistributedDataParallel.finish_grad_sync = timed
     with training_run.process_groups():
         tokens = tiny_models.special_tokens(tiny_models.vocabulary_of(case["processor"]))
         model = tiny_models.provider(

@@ -69,7 +69,7 @@ def check(monkeypatch, tmp_path):
 @pytest.mark.parametrize("recipe", ["wan:wan_14b_sft", "wan:wan_1_3b_text2video"])
 def test_a_row_of_clips_is_read_by_the_step_that_its_recipe_takes(check, clips, recipe):
     code, said = check(recipe, clips)
-    assert (code, "its step took a row of 37 samples with " in said, " of them trained" in said) == (0, True, True)
+    assert (code, "its step took a row of 128 samples with " in said, " of them trained" in said) == (0, True, True)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_check_leaves_what_the_run_wrote_as_it_was(check, clips, tmp_path):
     places = [f"dataset.packing.ledger={run}/ledger", f"dataset.metrics.directory={run}/metrics"]
     places.append(f"checkpoint.save={run}")
     code, said = check("wan:wan_14b_sft", clips, *places)
-    assert (code, "its step took a row of 37 samples with " in said) == (0, True)
+    assert (code, "its step took a row of 128 samples with " in said) == (0, True)
     assert written() == before
 
 
@@ -139,5 +139,5 @@ def test_a_model_that_cannot_be_built_here_is_told(check, clips, monkeypatch, er
     monkeypatch.setattr(WanModelProvider, "provide", provide)
     code, said = check("wan:wan_14b_sft", clips)
     assert code == 0
-    assert "read a row of 37 samples" in said
+    assert "read a row of 128 samples" in said
     assert f"was not given to its step, because the model cannot be built {reason}" in said

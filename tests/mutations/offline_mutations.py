@@ -66,7 +66,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the window of a plan is offered every copy",
         test=SHARES + "test_no_planned_pack_has_a_sample_twice_however_often_it_is_drawn[limits1-plan1]",
         oracle="the rows of the plan",
-        edits=(("packing/online.py", "ended=ended or not steady", "ended=False"),),
+        edits=(("packing/online.py", "np.unique(numbers, return_index=True)[1]", "np.arange(len(numbers))"),),
     ),
     Mutation(
         trap=223,

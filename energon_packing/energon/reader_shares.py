@@ -45,9 +45,8 @@ from energon_packing.energon.internals import (
     WebdatasetSampleLoaderDataset,
 )
 from energon_packing.errors import UserError, is_machines, read_again
+from energon_packing.packing.online import LEAST
 
-LEAST = 8
-"""Samples per reader, below which each reader reads the whole data set if it repeats."""
 LONGEST = 128
 """Samples of a chunk at most: reading is in order within a chunk, and a tar is opened for each."""
 CHUNKS = 256

@@ -21,6 +21,8 @@ from energon_packing.packing.policies import POLICIES, Costs, Limits, Number
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
+LEAST = 8
+"""Samples per reader, below which each reader reads the whole data set if it repeats."""
 MOST_BOUNDS = 256
 """Heights and widths that are tried for a pack over the limit of padded pixels."""
 

@@ -20,7 +20,7 @@ from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints, Size
 from energon_packing.packing.model_cost import SQUARES
-from energon_packing.packing.online import sliding_packs
+from energon_packing.packing.online import LEAST, sliding_packs
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.report.stats_samples import StatsSamples
 from energon_packing.sample_kind import kind_of_config
@@ -563,8 +563,6 @@ class _Dealt:
         Each goes on with what the one before still held: a window that begins empty has too good a choice until several
         times its samples have passed (rows of halves: 97 % full at first, 87 % in the end).
         """
-        from energon_packing.energon.reader_shares import LEAST
-
         row, limits, held = self.run.packing.seq_length, self.limits, np.arange(0)
         own = round(self.epoch / readers if self.epoch >= LEAST * readers else self.epoch)
         few = own < min(window or 0, self.share.size)

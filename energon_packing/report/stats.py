@@ -543,9 +543,11 @@ class _Dealt:
         """Numbers of pieces of the samples `drawn`, in random order, `least` or more; those of one are neighbours. The
         shuffle buffer mixes passes of fewer samples than it has."""
         often = -(-least // max(int(self.pieces[drawn].sum()), 1))
-        mixed = often if drawn.size < self.run.data.shuffle_buffer else 1
-        passes = [np.tile(drawn, mixed)] * (often // mixed)
-        numbers = np.concatenate([random.permutation(each) for each in passes])
+        numbers = np.concatenate([random.permutation(drawn) for _ in range(often)])
+        if (buffer := self.run.data.shuffle_buffer) > drawn.size:
+            held, numbers = numbers[:buffer], np.append(numbers[buffer:], numbers[:buffer])
+            for at, place in enumerate(random.integers(0, held.size, numbers.size).tolist()):
+                held[place], numbers[at] = numbers[at], held[place]
         count = self.pieces[numbers]
         return np.repeat(self.starts[numbers] - np.cumsum(count) + count, count) + np.arange(count.sum())
 
@@ -576,7 +578,7 @@ class _Dealt:
             if not self.pieces[drawn].any():  # of very few
                 drawn = np.arange(self.share.size)
             stream = self._stream(random, drawn, 1)
-            tokens, passing = self.tokens_of[stream], (window or 0) * (1 if number else SETTLED)
+            tokens, passing = self.tokens_of[stream], (window or 0) * (1 if number and not few else SETTLED)
             if window:
                 least = max(tokens.size, STREAM // 4) + passing + window - held.size
                 stream = np.append(held, self._stream(random, drawn, least))

@@ -59,7 +59,7 @@ from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.constraints import Constraints, PackLimits, Size
 from energon_packing.packing.model_cost import CONSTANTS, ModelCost
-from energon_packing.packing.online import next_pack, offered
+from energon_packing.packing.online import next_of_copies
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
@@ -262,7 +262,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Selects the next pack from the window by ``packing.policy``, within all limits of a pack.
 
         It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
-        others, and fill their packs as well. Of what the window holds more than once, see `offered`.
+        others, and fill their packs as well. Of what the window holds more than once, see `next_of_copies`.
 
         Args:
             samples: held by the window, oldest first; all are measured.
@@ -273,18 +273,18 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
-        same, room = first_of_same([samples[at] for at in group]), self.limits.units
-        held = [group[at] for at in offered(np.array(same), np.array([units[at] for at in group]), room, ended=ended)]
-        chosen = next_pack(
+        held = [samples[at] for at in group]
+        chosen = next_of_copies(
             self.packing.policy,
-            [units[at] for at in held],
+            np.array(first_of_same(held)),
+            [units[at] for at in group],
             self.limits.units,
-            self.limits.costs([samples[at].measured for at in held]),
+            self.limits.costs([sample.measured for sample in held]),
             self.limits.limited,
-            padding=self.limits.padding([samples[at].measured for at in held]),
+            padding=self.limits.padding([sample.measured for sample in held]),
             ended=ended,
         )
-        return [held[at] for at in chosen]
+        return [group[at] for at in chosen]
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
         """Returns a lower bound on the packs that the samples fill: by length alone, as if samples were divisible."""

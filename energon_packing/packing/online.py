@@ -60,13 +60,35 @@ def next_pack(
     return sorted(next(group for group in groups if 0 in group).tolist())
 
 
-def offered(numbers: np.ndarray, lengths: np.ndarray, capacity: int, *, ended: bool) -> np.ndarray:
-    """Positions of the samples that a window offers for a pack, ascending, of their `numbers` and `lengths` ``[N]``
-    int64: the first of each number. All, while the source goes on, where most are copies and all others do not fill a
-    pack: those of a data set that has fewer samples than a pack."""
-    first = np.sort(np.unique(numbers, return_index=True)[1])
-    few = not ended and 2 * first.size < numbers.size and lengths[first].sum() < capacity
-    return np.arange(numbers.size) if few else first
+def next_of_copies(
+    policy: str,
+    numbers: np.ndarray,
+    lengths: Sequence[int],
+    capacity: int,
+    costs: Mapping[str, Sequence[Number]],
+    limits: Limits,
+    *,
+    ended: bool,
+    copies: bool = True,
+    padding: Padded | None = None,
+) -> list[int]:
+    """`next_pack`, of which no number (``[N]`` int64, of each sample) is in the pack twice: the first ones are offered.
+
+    While the source goes on, where most are `copies` and all first ones are in, the oldest copies that fit fill the
+    row: those of a data set that has fewer samples than a pack.
+    """
+    first = np.sort(np.unique(numbers, return_index=True)[1]).tolist()
+    own = {name: [cost[at] for at in first] for name, cost in costs.items()}
+    shapes = padding and (padding[0][:, first], padding[1])
+    pack = next_pack(policy, [lengths[at] for at in first], capacity, own, limits, ended=ended, padding=shapes)
+    if copies and not ended and not padding and len(pack) == len(first) < len(numbers) / 2:
+        columns = [(lengths, capacity), *((costs[name], limit) for name, limit in (limits or {}).items())]
+        room = [limit - sum(column[at] for at in first) for column, limit in columns]
+        for at in sorted({*range(len(numbers))} - {*first}):
+            left = [each - column[at] for (column, _), each in zip(columns, room, strict=True)]
+            first, room = ([*first, at], left) if min(left) >= 0 else (first, room)
+        return sorted(first)
+    return [first[at] for at in pack]
 
 
 def sliding_packs(
@@ -89,12 +111,11 @@ def sliding_packs(
         if not held.size or (steady and held.size < window):
             return
         ended = held.size < window
-        open_to = held[offered(numbers[held], lengths[held], capacity, ended=ended or not steady)]
-        own, costs = lengths[open_to].tolist(), {name: it[open_to].tolist() for name, it in constraints.costs.items()}
-        shapes = padding and (padding[0][:, open_to], padding[1])
-        chosen = next_pack(policy, own, capacity, costs, constraints.limits, ended=ended, padding=shapes)
-        yield open_to[chosen]
-        held = np.setdiff1d(held, open_to[chosen], assume_unique=True)
+        own, costs = lengths[held].tolist(), {name: it[held].tolist() for name, it in constraints.costs.items()}
+        more: Any = {"ended": ended, "copies": steady, "padding": padding and (padding[0][:, held], padding[1])}
+        chosen = next_of_copies(policy, numbers[held], own, capacity, costs, constraints.limits, **more)
+        yield held[chosen]
+        held = np.delete(held, chosen)
 
 
 def bound_of(padding: Padded, lengths: np.ndarray) -> tuple[int, int] | None:

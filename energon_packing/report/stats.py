@@ -553,7 +553,8 @@ class _Dealt:
 
     def _share_of(self, random: np.random.Generator, count: int) -> np.ndarray:
         """Numbers of a reader's samples, each once where there are enough."""
-        return random.choice(self.share.size, count, bool(np.count_nonzero(self.share) < count), self.share)
+        again = not self.alike or np.count_nonzero(self.share) < count
+        return random.choice(self.share.size, count, bool(again), self.share)
 
     def replicates(
         self, window: int | None, whole: bool, seed: int, readers: int

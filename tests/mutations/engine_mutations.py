@@ -40,14 +40,14 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a policy is offered every copy that the window holds",
         test=BLENDS + "test_no_pack_has_a_sample_twice_also_of_a_data_set_smaller_than_the_window[2-64-16-None]",
         oracle="the places that Energon names",
-        edits=(("packing/online.py", "np.arange(numbers.size) if few else first", "np.arange(numbers.size)"),),
+        edits=(("packing/online.py", "np.unique(numbers, return_index=True)[1]", "np.arange(len(numbers))"),),
     ),
     Mutation(
         trap=246,
         name="rows of a data set that has fewer samples than a row are as empty as it",
         test=BLENDS + "test_rows_are_full_also_where_a_data_set_or_a_reader_has_fewer_samples_than_a_row[5-200-1]",
         oracle="the width of a row",
-        edits=(("packing/online.py", "np.arange(numbers.size) if few else first", "first"),),
+        edits=(("packing/online.py", "if copies and not ended and", "if False and"),),
     ),
     Mutation(
         trap=246,

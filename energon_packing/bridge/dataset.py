@@ -284,10 +284,7 @@ class PackedEnergonDatasetConfig(PackProvider):
         model, peft = getattr(self._run, "model", None), getattr(self._run, "peft", None)
         frozen = [it for it in PARTS if getattr(peft, f"freeze_{it}", True) or getattr(model, f"freeze_{it}", False)]
         adapted = [it for it in frozen if it == "language_model" and peft is not None]
-        try:
-            found = model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
-        except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-            found = None
+        found = model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
         if found is None:
             warnings.warn(f"dataset.packing.cost_model: the layers of {type(model).__name__} {UNKNOWN}", stacklevel=2)
         return found or CONSTANTS

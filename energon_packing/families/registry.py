@@ -151,7 +151,7 @@ def cost_of(model: str, frozen: tuple[str, ...] = (), *, indexed: bool = False) 
         found = model_cost(config, frozen=frozen)
     except OSError as error:
         raise ConfigError(f"packing.cost_model: {place} cannot be read ({error}).") from error
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):  # not known, or Python of its own
+    except (ValueError, KeyError, TypeError, AttributeError):  # not known, or Python of its own
         found = None
     if found is None:
         warnings.warn(f"packing.cost_model: the layers of {model} {UNKNOWN}", stacklevel=2)

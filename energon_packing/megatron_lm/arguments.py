@@ -122,6 +122,10 @@ def run_config_of(args: Any) -> RunConfig:
             "parallel.eval_context_parallel is set, but Megatron-LM evaluates with the training layout; remove it.",
         ),
         (
+            config.parallel.virtual_pipeline > 1,
+            "parallel.virtual_pipeline is above 1, but packs on Megatron-LM take no virtual stages; remove it.",
+        ),
+        (
             equal_width and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length,
             "packing.pad_to_max_length is false, but pipeline stages, experts and --tp-comm-overlap need rows of equal "
             "width; remove it.",
@@ -146,7 +150,6 @@ def run_config_of(args: Any) -> RunConfig:
         tensor_parallel=args.tensor_model_parallel_size,
         context_parallel=args.context_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
-        virtual_pipeline=1,  # as `check_arguments` has it
         microbatch_group_size_per_vp_stage=0,
         expert_parallel=args.expert_model_parallel_size,
         sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,

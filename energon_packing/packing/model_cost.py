@@ -1,7 +1,7 @@
 """Operations of a training step on a pack, of the vision model and of the language model, from their configuration.
 
 An operation is a multiplication or an addition of a matrix product, as ``torch.utils.flop_counter`` counts them; norms,
-activations and positions are left out. Costs are linear in a few sums over a pack:
+activations and positions are left out, and what parallel sizes add to the vocabulary. Costs are linear in a few sums:
 
 * ``tokens`` of all segments, ``squares`` of their lengths, ``sliding``: twice the pairs that a causal window holds;
 * ``logits``: tokens whose logits are computed (in most trainers all); ``visual``: tokens of images and videos;
@@ -129,7 +129,8 @@ class ModelCost:
 
     def check_fit(self, family: str, patch: Any = None) -> None:
         """Warns if a model cannot have the images of a family, whose processor makes patches of a side, if known."""
-        has = f"patches of {self.patch} pixels, encoder.processor of {patch}" if patch not in (None, self.patch) else ""
+        other = patch and self.patch not in (None, patch)
+        has = f"patches of {self.patch} pixels, encoder.processor of {patch}" if other else ""
         has = "patches, and encoder.family 'huggingface' counts tokens" if family == "huggingface" else has
         if self.unit > 1 and (has := has if self.vision else "no vision model, and samples have images"):
             warnings.warn(f"The model of packing.cost_model has {has}; images then have the wrong cost.", stacklevel=3)
@@ -180,7 +181,11 @@ def model_cost(
     back = any(moved if vision is not None else moved[2:])
     language = _language(text, 1 + trained[2] + back, 1 + 2 * back, causal)
     window = _window(text) if language["sliding"] else None
-    seen, more = ({}, {}) if vision is None else _vision(family, full, vision, _field(text, "width"), trained, moved)
+    try:
+        target, none = _field(text, "width"), vision is None
+        seen, more = ({}, {}) if none else _vision(family, full, vision, target, trained, moved)
+    except ZeroDivisionError:  # more tokens of an image than patches
+        return None
     vision, language = ({name: each for name, each in part.items() if each} for part in (seen, language))
     return ModelCost(vision=vision, language=language, window=window, **more)
 
@@ -248,13 +253,12 @@ def _language(text: Any, weights: int, pairs: int, causal: bool) -> dict[str, fl
         # Ernie has others for visual tokens.
         visual = sparse * active * (experts[-1] - experts[0])
     each += (len(layers) - sparse) * matrix * _field(text, "inner", 4 * width)
-    multiple = _field(text, "make_vocab_size_divisible_by", 1) * _field(text, "tensor_model_parallel_size", 1)
     square = 4 * head * heads * pairs * (0.5 if causal else 1)
     return {
         "tokens": 2 * (weights * (each + more * 2 * width**2) + pairs * core),
         "squares": square * counts["full_attention"],
         "sliding": square * counts["sliding_attention"],
-        "logits": 2 * weights * width * -(-text.vocab_size // multiple) * multiple * (1 + more),
+        "logits": 2 * weights * width * text.vocab_size * (1 + more),
         "visual": 2 * weights * visual,
     }
 

@@ -606,11 +606,10 @@ class _Dealt:
         random = np.random.default_rng([*seed, 1])
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
         stream = self._stream(random, self._share_of(random, own), 1)
-        return len([*self._packs(stream, window, steady=False)]) - float(self.tokens_of[stream].sum()) / room
+        packs = [*self._packs(stream, window, steady=False, once=False)]
+        return len(packs) - float(self.tokens_of[stream].sum()) / room
 
-    def _packs(
-        self, stream: np.ndarray, window: int | None, *, steady: bool, once: bool = False
-    ) -> Iterable[np.ndarray]:
+    def _packs(self, stream: np.ndarray, window: int | None, *, steady: bool, once: bool) -> Iterable[np.ndarray]:
         """Packs of a stream in turn, of a number `once` in each; if `steady`, those made before it has ended."""
         limits, packing, sizes = self.limits, self.run.packing, self.kept.sizes.take(stream)
         numbers = stream if once else np.arange(stream.size)  # of a part, what comes again stands for others

@@ -33,9 +33,12 @@ def fit_report(path: Path) -> dict[str, Any]:
     try:
         for number, file in enumerate(files):
             lines = [line for line in read_lines(file) if line["steps"]]
-            older, of_run = older or bool(lines), []
+            of_run: list[Any] = []
+            older = older or bool(lines)
             for line in lines:
                 if "took" in line:  # a version before this one wrote none, perhaps into the same file
+                    while of_run and of_run[-1][1] >= line["steps"][0][0]:  # a later run does these again
+                        of_run.pop()
                     named[line["ranks"]].add(number)
                     newest = max(newest, (line["time"], line["ranks"]))
                     pairs = zip(line["steps"], line["took"], strict=True)

@@ -119,12 +119,6 @@ def test_stages_and_experts_get_rows_of_one_width(arguments, sizes):
         run_config_of(arguments("packing: {pad_to_max_length: false}", **sizes))
 
 
-def test_a_pipeline_of_megatron_lm_has_no_virtual_stages_whatever_the_file_says(arguments):
-    file = "parallel: {virtual_pipeline: 2, microbatch_group_size_per_vp_stage: 4}"
-    found = run_config_of(arguments(file, pipeline_model_parallel_size=2)).parallel
-    assert (found.pipeline_parallel, found.virtual_pipeline, found.microbatch_group_size_per_vp_stage) == (2, 1, 0)
-
-
 def test_no_packs_are_made_ahead_where_cuda_graphs_are_captured(arguments):
     depths = [
         run_config_of(arguments("data: {packs_ahead: 3}", **given)).data.depth
@@ -165,6 +159,11 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
         ("parallel: {tensor_parallel: 2}", {}, "parallel.tensor_parallel is 2, but --tensor-model-parallel-size is 1"),
         ("training: {global_batch_size: 8}", {}, "training.global_batch_size is 8"),
         ("parallel: {eval_context_parallel: 2}", {}, "eval_context_parallel"),
+        (
+            "parallel: {pipeline_parallel: 2, virtual_pipeline: 2}",
+            {"pipeline_model_parallel_size": 2},
+            "virtual_pipeline",
+        ),
         ("packing: {windo: 9}", {}, "did you mean 'window'"),
         ("encoder: {loss_weighting: square}", {"calculate_per_token_loss": False}, "ours/weights-need-token-loss"),
         ("", {"dataloader_type": "cyclic"}, "--dataloader-type is cyclic"),

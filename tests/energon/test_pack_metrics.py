@@ -209,6 +209,10 @@ def test_a_fit_is_of_the_last_of_several_runs_whose_metrics_are_in_one_directory
     found = fit_report(tmp_path)
     assert (found["ranks"], found["steps"]) == (4, 29)
     assert found["constant"] == pytest.approx(9.0, rel=1e-3)
+    write("last", 4, (9e-6, 9e-7, 4.0), time=400.0, packs=range(15))
+    found = fit_report(tmp_path)
+    assert (found["ranks"], found["steps"]) == (4, 14)
+    assert found["constant"] == pytest.approx(4.0, rel=1e-3)
 
 
 def test_what_cannot_be_fitted_is_said_in_a_sentence(tmp_path):

@@ -302,8 +302,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=226,
         name="a half-empty last row counts as the fill of a run that repeats",
-        test=STATS + "test_what_is_recommended_is_better_than_the_run_by_more_than_chance",
-        oracle="rows of two halves",
+        test=STATS + "test_rows_hold_the_tokens_that_they_are_said_to_hold",
+        oracle="tokens over the rows that a window of them makes",
         edits=(("packing/online.py", "if not held.size or (steady and held.size < window):", "if not held.size:"),),
     ),
     Mutation(

@@ -23,7 +23,7 @@ from energon_packing.packing import (
     policy_names,
 )
 from energon_packing.packing.constraints import Constraints, PackLimits
-from energon_packing.packing.online import next_pack, sliding_packs
+from energon_packing.packing.online import next_of_copies, next_pack, sliding_packs
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.policies.window import fill_exactly, fill_two
 from energon_packing.packing.whole_list import dealt
@@ -334,3 +334,32 @@ def test_no_sample_that_comes_several_times_meets_itself_in_a_pack(problem, data
     for held in (*packs, *parts):
         assert len(set(numbers[held].tolist())) == len(held)
         assert held.tolist() == sorted(held.tolist())
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@given(problem=limited_problems(), draw=st.data(), ended=st.booleans())
+@MANY
+def test_copies_fill_only_what_all_other_samples_leave(policy, problem, draw, ended) -> None:
+    """Of a window whose samples are few, many times; what is in a pack without them is in it with them, too."""
+    lengths, capacity, _, limited = problem
+    if not lengths:
+        return
+    numbers = np.array(draw.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=60)))
+    own = [lengths[at] for at in numbers]
+    costs = {name: [cost[at] for at in numbers] for name, (cost, _) in limited.items()}
+    limits = {name: limit for name, (_, limit) in limited.items()}
+    pack = next_of_copies(policy, numbers, own, capacity, costs, limits, ended=ended)
+    assert pack == sorted({0, *pack})
+    columns = [(own, capacity), *((costs[name], limits[name]) for name in limits)]
+    room = [limit - sum(column[at] for at in pack) for column, limit in columns]
+    assert min(room) >= -1e-9
+    once = next_of_copies(policy, numbers, own, capacity, costs, limits, ended=ended, copies=False)
+    assert len({*numbers[once]}) == len(once), "no number twice"
+    if len(pack) == len(once):
+        assert pack == once
+    else:
+        assert not ended
+        assert len({*numbers.tolist()}) == len(once) < len(numbers) / 2
+        assert {*once} < {*pack}
+        for at in {*range(len(numbers))} - {*pack}:
+            assert any(column[at] > left - 1e-9 for (column, _), left in zip(columns, room, strict=True))

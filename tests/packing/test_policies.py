@@ -163,8 +163,9 @@ import numpy as np
 from energon_packing.packing import Constraints
 from energon_packing.packing.policies.best_fit import pack_limited
 draw = np.random.default_rng(5)
-units, images = draw.integers(1, 900, 4000), draw.integers(0, 9, 4000)
-packs = pack_limited(units, 4096, Constraints.from_pairs({"images": (images, 12), "segments": ([1] * 4000, 24)}, 4000))
+images = draw.integers(1, 9, 4000) * (draw.random(4000) < 0.3)  # mostly text, so that no list is packed by a window
+units = draw.integers(1, 300, 4000) + 60 * images
+packs = pack_limited(units, 4096, Constraints.from_pairs({"images": (images, 8)}, 4000))
 print(len(packs), packs.order.tolist())
 """
 

@@ -226,7 +226,7 @@ class Plan:
         self.facts = facts
         self._file: pq.ParquetFile | None = None
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
-        self._costs = functools.lru_cache(maxsize=256)(self._costs_of)  # 4 KB each
+        self._costs = functools.lru_cache(maxsize=MOST_GROUPS)(self._costs_of)  # 16 bytes a pack
 
     @classmethod
     def open(cls, path: str | Path) -> "Plan":

@@ -179,13 +179,13 @@ def model_cost(
     trained = [part not in (*frozen, *adapted) for part in PARTS]
     moved = [each or part in adapted for part, each in zip(PARTS, trained, strict=True)]
     back = any(moved if vision is not None else moved[2:])
-    language = _language(text, 1 + trained[2] + back, 1 + 2 * back, causal)
-    window = _window(text) if language["sliding"] else None
+    target, none = _field(text, "width"), vision is None
     try:
-        target, none = _field(text, "width"), vision is None
+        language = _language(text, 1 + trained[2] + back, 1 + 2 * back, causal)
         seen, more = ({}, {}) if none else _vision(family, full, vision, target, trained, moved)
-    except ZeroDivisionError:  # more tokens of an image than patches
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):  # parts that do not fit each other
         return None
+    window = _window(text) if language["sliding"] else None
     vision, language = ({name: each for name, each in part.items() if each} for part in (seen, language))
     return ModelCost(vision=vision, language=language, window=window, **more)
 

@@ -23,6 +23,8 @@ from energon_packing.packing.whole_list import pack_lengths
 
 LEAST = 8
 """Samples per reader, below which each reader reads the whole data set if it repeats."""
+LEFT = 1 / 16
+"""Share of a row that may stay free so that no sample is in it twice."""
 MOST_BOUNDS = 256
 """Heights and widths that are tried for a pack over the limit of padded pixels."""
 
@@ -74,21 +76,23 @@ def next_of_copies(
 ) -> list[int]:
     """`next_pack`, of which no number (``[N]`` int64, of each sample) is in the pack twice: the first ones are offered.
 
-    While the source goes on, where most are `copies` and all first ones are in, the oldest copies that fit fill the
-    row: those of a data set that has fewer samples than a pack.
+    While the source goes on, where most are `copies` and all first ones together leave more than `LEFT` of the row and
+    of each limit, the policy chooses from all, the first ones before the others.
     """
     first = np.sort(np.unique(numbers, return_index=True)[1]).tolist()
-    own = {name: [cost[at] for at in first] for name, cost in costs.items()}
-    shapes = padding and (padding[0][:, first], padding[1])
-    pack = next_pack(policy, [lengths[at] for at in first], capacity, own, limits, ended=ended, padding=shapes)
-    if copies and not ended and not padding and len(pack) == len(first) < len(numbers) / 2:
+
+    def chosen(order: list[int]) -> list[int]:
+        own = {name: [cost[at] for at in order] for name, cost in costs.items()}
+        shapes = padding and (padding[0][:, order], padding[1])
+        pack = next_pack(policy, [lengths[at] for at in order], capacity, own, limits, ended=ended, padding=shapes)
+        return sorted(order[at] for at in pack)
+
+    pack = chosen(first)
+    if copies and not ended and len(pack) == len(first) < len(numbers) / 2:
         columns = [(lengths, capacity), *((costs[name], limit) for name, limit in (limits or {}).items())]
-        room = [limit - sum(column[at] for at in first) for column, limit in columns]
-        for at in sorted({*range(len(numbers))} - {*first}):
-            left = [each - column[at] for (column, _), each in zip(columns, room, strict=True)]
-            first, room = ([*first, at], left) if min(left) >= 0 else (first, room)
-        return sorted(first)
-    return [first[at] for at in pack]
+        if all(sum(column[at] for at in first) < (1 - LEFT) * limit for column, limit in columns):
+            return chosen([*first, *sorted({*range(len(numbers))} - {*first})])
+    return pack
 
 
 def sliding_packs(

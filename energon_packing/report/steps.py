@@ -20,7 +20,8 @@ FAR = 6.0
 def fit_report(path: Path) -> dict[str, Any]:
     """Fits the seconds of a run's steps to what their packs cost, on the rank that takes longest: so much for each unit
     of vision and of language, and a constant, none negative, by least squares. ``path`` is the directory of the metrics
-    of a run, or the file of a rank; where runs of other numbers of ranks wrote there before, those of the last count.
+    of a run, or the file of a rank; where runs of other numbers of ranks wrote there before, those of the last count. A
+    run replaces the steps of one before from its own first pack on.
 
     Returns ``vision``, ``language``: seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error``
     as a share of a step, ``steps`` and ``left_out`` (steps that took far longer than the fit says), ``ranks``. Raises
@@ -37,12 +38,13 @@ def fit_report(path: Path) -> dict[str, Any]:
             older = older or bool(lines)
             for line in lines:
                 if "took" in line:  # a version before this one wrote none, perhaps into the same file
-                    while of_run and of_run[-1][1] >= line["steps"][0][0]:  # a later run does these again
-                        of_run.pop()
+                    run, first = (line["run"], line["ranks"]), line["steps"][0][0]
+                    while of_run and of_run[-1][0][1] == run[1] and of_run[-1][1] >= first:
+                        of_run.pop()  # this run does them again
                     named[line["ranks"]].add(number)
                     newest = max(newest, (line["time"], line["ranks"]))
                     pairs = zip(line["steps"], line["took"], strict=True)
-                    of_run += [((line["run"], line["ranks"]), *step, *took) for step, took in pairs]
+                    of_run += [(run, *step, *took) for step, took in pairs]
             for (run, pack, cost, vision, _), (following, *_, seconds) in pairwise(of_run):
                 if run == following and seconds > 0:
                     steps[run[1], pack][number] = vision, cost - vision, seconds

@@ -7,6 +7,7 @@ from their checkouts, in a process of their own: ``python -m bench.tiles PROGRAM
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -133,9 +134,8 @@ def figures(given: LengthList, packs: Groups, most: int, capacity: int, window: 
     """The figures of `run` but for time; `window` samples were held, 0 for a whole list."""
     sums = np.array([(given.images[pack].sum(), given.lengths[pack].sum()) for pack in packs], dtype=np.float64)
     bounds = np.array([most, capacity])
-    bound = lower_bound(
-        given.lengths, capacity, Constraints.from_pairs({"tiles": (given.images, most)}, given.lengths.size)
-    )
+    own = Constraints.from_pairs({"tiles": (given.images, most)}, given.lengths.size)
+    bound = max(lower_bound(given.lengths, capacity, own), tiles_bound(given.lengths, given.images, most, capacity))
     found: dict[str, Any] = {"packs": len(packs), "bound": bound, "over": round(100 * (len(packs) / bound - 1), 3)}
     needed = (sums / bounds)[:, int((sums.sum(axis=0) / bounds).argmax())]
     came = np.cumsum([0, *map(len, packs[:-1])]) + window
@@ -149,6 +149,32 @@ def figures(given: LengthList, packs: Groups, most: int, capacity: int, window: 
         )
         found |= {f"vision_{ranks}": waiting[0], f"language_{ranks}": waiting[1]}
     return found | {"broken": int((sums > bounds).any(axis=1).sum())}
+
+
+def tiles_bound(lengths: np.ndarray, images: np.ndarray, most: int, capacity: int) -> int:
+    """Fewest packs, where some samples have so many tokens that no others beside them bring `most` tiles.
+
+    Each sample counts for its tiles and for those that are free in every pack with it. If no pack can count for more
+    than `most` (samples may occur in it any number of times), all of these over `most` are a bound; else 0.
+    """
+    # The fewest tokens of one sample, and of any pack, of so many tiles.
+    least = {tiles: int(lengths[images == tiles].min()) for tiles in np.unique(images).tolist()}
+    of_pack = [0.0, *[math.inf] * most]
+    for tiles in range(1, most + 1):
+        of_pack[tiles] = min(of_pack[tiles - one] + tokens for one, tokens in least.items() if one <= tiles)
+    beside = np.full(lengths.size, -1)
+    for tiles in range(most, -1, -1):
+        beside[(beside < 0) & (images + tiles <= most) & (of_pack[tiles] <= capacity - lengths)] = tiles
+    counts = most - beside
+    both = np.full((most + 1, 2 * most + 1), math.inf)  # tiles, what they count for -> fewest tokens
+    both[0, 0] = 0
+    kinds = np.unique([images, counts], axis=1).T.tolist()
+    fewest = [int(lengths[(images == tiles) & (counts == count)].min()) for tiles, count in kinds]
+    for tiles, count in np.ndindex(*both.shape):
+        for (one, worth), tokens in zip(kinds, fewest, strict=True):
+            if one <= tiles and worth <= count:
+                both[tiles, count] = min(both[tiles, count], both[tiles - one, count - worth] + tokens)
+    return -(-int(counts.sum()) // most) if both[:, most + 1 :].min() > capacity else 0
 
 
 def other(name: str, checkout: Path | None, given: LengthList, most: int, capacity: int) -> Made:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.errors import UserError
-from energon_packing.packing import lower_bound, pack_lengths
+from energon_packing.packing import Constraints, lower_bound, pack_lengths
 
 DOOR = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 LENGTHS = np.random.default_rng(0).integers(10, 900, 400)
@@ -291,3 +291,31 @@ def test_steps_in_the_order_of_two_costs_are_even_in_both():
 def test_each_rank_turns_its_own_blocks_up_and_down():
     costs = np.array([[0, 3], [0, 9], [0, 1], [0, 2], [0, 5], [0, 8], [0, 7], [0, 4]])
     assert turns(costs, 2, 2, 1)[:, 1].tolist() == [3, 5, 9, 8, 2, 7, 1, 4]
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40)), min_size=1, max_size=8),
+    most=st.integers(4, 8),
+    capacity=st.integers(40, 80),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_packing_has_fewer_packs_than_the_bound_of_samples_that_leave_tiles_free(samples, most, capacity):
+    images, lengths = np.array(samples).T
+    sums = np.array([[images[[*part]].sum(), lengths[[*part]].sum()] for part in subsets(len(samples))])
+    fits = [part for part, (tiles_of, tokens) in enumerate(sums) if tiles_of <= most and tokens <= capacity]
+    fewest = [0] + [len(samples)] * (len(sums) - 1)
+    for part in range(1, len(sums)):
+        fewest[part] = min(1 + fewest[part ^ pack] for pack in fits if pack and pack & part == pack)
+    assert tiles.tiles_bound(lengths, images, most, capacity) <= fewest[-1]
+
+
+def subsets(count):
+    """The members of each subset, by the bits of its number."""
+    return [[at for at in range(count) if number >> at & 1] for number in range(1 << count)]
+
+
+def test_samples_that_leave_tiles_free_need_more_packs_than_tiles_and_tokens_say():
+    """Two of three tiles and one of two, of three: a heavy one leaves one of four free."""
+    lengths, images = np.array([90, 90, 20, 20, 20, 20]), np.array([3, 3, 2, 2, 1, 1])
+    assert lower_bound(lengths, 100, Constraints.from_pairs({"tiles": (images, 4)}, 6)) == 3
+    assert tiles.tiles_bound(lengths, images, 4, 100) == 4

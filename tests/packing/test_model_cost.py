@@ -4,9 +4,11 @@ tiny sizes, runs forward and backward; and beside Bridge's own formulas.
 The counter counts the full square of attention, masked or not, so causality and sliding windows are left out here.
 """
 
+import dataclasses
 import importlib.util
 import json
 import sys
+import warnings
 from functools import cache
 from types import SimpleNamespace
 
@@ -30,7 +32,7 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.families.registry import cost_of
-from energon_packing.packing.model_cost import CHUNK, CONSTANTS, PARTS, media_sums, model_cost
+from energon_packing.packing.model_cost import CHUNK, CONSTANTS, PARTS, ModelCost, media_sums, model_cost
 from energon_packing.sample_kind import what_is_needed
 
 CLOSE = 0.02
@@ -408,6 +410,8 @@ def test_bridges_provider_of_a_model_has_the_cost_of_its_hugging_face_configurat
     assert theirs.vision == ours.vision
     assert theirs.language == pytest.approx(ours.language)
     assert (theirs.window, theirs.side) == (ours.window, ours.side)
+    provider.make_vocab_size_divisible_by, provider.tensor_model_parallel_size = 128, 8
+    assert model_cost(provider, frozen=()) == theirs, "a state of one size goes on at another"
 
 
 @pytest.mark.parametrize("name", sorted({*PUBLISHED} - {"Gemma 3"}))
@@ -461,3 +465,14 @@ def test_layers_that_predict_further_tokens_cost_what_bridge_says(bridge):
     told = bridge.flops.num_floating_point_operations(SimpleNamespace(model=provider), 1, 5000, 5000**2)
     assert cost.of(cost.segment_sums(5000))[1] == pytest.approx(told, rel=CLOSE)
     assert cost.language["logits"] == 3 * without.language["logits"]
+
+
+def test_a_cost_that_names_no_patches_fits_images_of_all_sizes():
+    own = ModelCost(vision={"patches": 1}, language={"tokens": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.check_fit("qwen2_5_vl", 14)
+        dataclasses.replace(own, patch=14).check_fit("qwen2_5_vl", 14)
+        dataclasses.replace(own, patch=14).check_fit("internvl", None)
+    with pytest.warns(UserWarning, match="patches of 16 pixels, encoder.processor of 14"):
+        dataclasses.replace(own, patch=16).check_fit("qwen2_5_vl", 14)

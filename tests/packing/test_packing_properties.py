@@ -21,6 +21,7 @@ from energon_packing.packing import (
     pack_lengths,
     pack_stream,
     policy_names,
+    register_policy,
 )
 from energon_packing.packing.constraints import Constraints, PackLimits
 from energon_packing.packing.online import next_of_copies, next_pack, sliding_packs
@@ -339,27 +340,46 @@ def test_no_sample_that_comes_several_times_meets_itself_in_a_pack(problem, data
 @pytest.mark.parametrize("policy", policy_names())
 @given(problem=limited_problems(), draw=st.data(), ended=st.booleans())
 @MANY
-def test_copies_fill_only_what_all_other_samples_leave(policy, problem, draw, ended) -> None:
-    """Of a window whose samples are few, many times; what is in a pack without them is in it with them, too."""
+def test_copies_are_offered_only_where_all_samples_together_leave_a_row_half_empty(
+    policy, problem, draw, ended
+) -> None:
+    """Or a sixteenth of it empty, and of each limit; most of the window are copies, and the source goes on."""
     lengths, capacity, _, limited = problem
     if not lengths:
         return
-    numbers = np.array(draw.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=60)))
+    numbers = np.array(draw.draw(st.lists(st.integers(0, min(3, len(lengths) - 1)), min_size=1, max_size=60)))
     own = [lengths[at] for at in numbers]
     costs = {name: [cost[at] for at in numbers] for name, (cost, _) in limited.items()}
     limits = {name: limit for name, (_, limit) in limited.items()}
-    pack = next_of_copies(policy, numbers, own, capacity, costs, limits, ended=ended)
-    assert pack == sorted({0, *pack})
+    pack, once = (
+        next_of_copies(policy, numbers, own, capacity, costs, limits, ended=ended, copies=copies)
+        for copies in (True, False)
+    )
+    first = sorted(np.unique(numbers, return_index=True)[1].tolist())
+    assert {*once} <= {*first}, "no number twice"
     columns = [(own, capacity), *((costs[name], limits[name]) for name in limits)]
-    room = [limit - sum(column[at] for at in pack) for column, limit in columns]
-    assert min(room) >= -1e-9
-    once = next_of_copies(policy, numbers, own, capacity, costs, limits, ended=ended, copies=False)
-    assert len({*numbers[once]}) == len(once), "no number twice"
-    if len(pack) == len(once):
+    few = all(sum(column[at] for at in first) < 15 / 16 * limit for column, limit in columns)
+    if ended or not few or 2 * len(first) >= len(numbers):
         assert pack == once
     else:
-        assert not ended
-        assert len({*numbers.tolist()}) == len(once) < len(numbers) / 2
-        assert {*once} < {*pack}
-        for at in {*range(len(numbers))} - {*pack}:
-            assert any(column[at] > left - 1e-9 for (column, _), left in zip(columns, room, strict=True))
+        assert pack == sorted({0, *pack})
+        assert all(sum(column[at] for at in pack) <= limit + 1e-9 for column, limit in columns)
+        if policy == "window":
+            assert sum(own[at] for at in pack) >= sum(own[at] for at in once)
+
+
+def test_rows_of_few_samples_stay_full_and_a_policy_of_ones_own_decides_on_copies() -> None:
+    """Also once the short samples of the first windows are used up."""
+    numbers = np.concatenate([np.random.default_rng(at).permutation(3) for at in range(1000)])
+    lengths = np.array([21, 24, 32])[numbers]
+    packs = [*sliding_packs(numbers, lengths, 100, Constraints(), window=128, steady=True)]
+    late = packs[len(packs) // 2 :]
+    assert sum(lengths[pack].sum() for pack in late) > 95 * len(late)
+    most = 16_000
+    shapes = np.where(numbers[:256] == 1, [[1], [100], [80]], 0)
+    padded = next_of_copies("window", numbers[:256], [40] * 256, 2048, {}, {}, ended=False, padding=(shapes, most))
+    assert len(padded) == 51
+    assert shapes[0, padded].sum() * 8000 <= most
+    pairs = register_policy("pairs", next_pack=lambda lengths, *_, **__: [*range(min(2, len(lengths)))])
+    pairs(lambda lengths, *_, **__: [np.array([at]) for at in range(len(lengths))])
+    assert next_of_copies("pairs", numbers, lengths.tolist(), 999, {}, {}, ended=False) == [0, 1]

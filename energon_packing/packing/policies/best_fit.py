@@ -59,7 +59,7 @@ TIMES = 3
 """How often what did not fit is packed anew."""
 WINDOW = 256
 """Samples that the policy ``window`` holds; it looks at no more."""
-LEAST, MOST_COPIES, ROUNDED = 8_192, 64, 1e-4
+LEAST, MOST_COPIES, ROUNDED = 131_072, 64, 1e-4
 """Of long lists, so many samples at least are packed, each for so many that are alike: all as large as the largest of
 them, which adds this share at most."""
 NEARLY = 0.98

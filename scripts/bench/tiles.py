@@ -161,7 +161,8 @@ def tiles_bound(lengths: np.ndarray, images: np.ndarray, most: int, capacity: in
     least = {tiles: int(lengths[images == tiles].min()) for tiles in np.unique(images).tolist()}
     of_pack = [0.0, *[math.inf] * most]
     for tiles in range(1, most + 1):
-        of_pack[tiles] = min(of_pack[tiles - one] + tokens for one, tokens in least.items() if one <= tiles)
+        reached = (of_pack[tiles - one] + tokens for one, tokens in least.items() if one <= tiles)
+        of_pack[tiles] = min(reached, default=math.inf)
     beside = np.full(lengths.size, -1)
     for tiles in range(most, -1, -1):
         beside[(beside < 0) & (images + tiles <= most) & (of_pack[tiles] <= capacity - lengths)] = tiles

@@ -316,6 +316,18 @@ def test_what_is_recommended_is_better_than_the_run_by_more_than_chance():
     assert found["recommendation"]["settings"] == {}
 
 
+def test_readers_of_a_blend_that_was_measured_in_part_have_its_mix():
+    """Five long samples are half of what is read, however few samples a reader has."""
+    part = drawn([row(900)] * 5 + [row(50)] * 1600, 1605, 0)
+    dataset = (part.columns["length"] == 50).astype(int)
+    blend = dataclasses.replace(part, datasets=("a", "b"), dataset=dataset, drops=({}, {}), total=3210)
+    blend = dataclasses.replace(blend, mix=np.array([802.5, 802.5]))
+    run = RunConfig(packing=PackingConfig(seq_length=4096, window=256))
+    for ranks in (1, 16):
+        found = next(iter(packings(blend, run, ranks=ranks)))
+        assert found["packs"] == pytest.approx(802.5 * 950 / 4096, rel=0.15), ranks
+
+
 @pytest.mark.parametrize("which", ["chats", "half rows with images", "giants"])
 def test_95_of_100_intervals_of_rows_hold_the_truth(which):
     """Twelve draws; the whole list is packed by the online packer."""

@@ -20,8 +20,7 @@ from energon_packing.packing import (
     select_from_window,
 )
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.policies import window
-from energon_packing.packing.policies import best_fit
+from energon_packing.packing.policies import best_fit, window
 from energon_packing.packing.policies.best_fit import pack_limited
 
 

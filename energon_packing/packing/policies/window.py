@@ -122,9 +122,10 @@ def fill_two(
     history = [reach]
     offered: list[tuple[int, int, int]] = []
     for sample in samples if not reach & full else ():
-        if sample[1] > room or sample[2] > unit_room:
+        _, length, units = sample
+        if length > room or units > unit_room:
             continue
-        reach |= reach >> sample[2] * stride + sample[1] & valid
+        reach |= reach >> units * stride + length & valid
         history.append(reach)
         offered.append(sample)
         if reach & full:
@@ -272,18 +273,19 @@ class _Fit:
         for cost, most, cut in ((second.__getitem__, left, levels), (largest, 1.0, LEVELS)):
             cut, by = (cut, min(cut / most, HUGE)) if most > 0 else (0, 1.0)
             part = max(-(-room // min(parts, 2 * PLACES // max(cut, 1))), 1)
+            most_parts = room // part
             samples = (
-                (position, min(-(-int(tokens[position]) // part), room // part), math.ceil(cost(position) * by))
+                (position, min(-(-int(tokens[position]) // part), most_parts), math.ceil(cost(position) * by))
                 for position in range(1, min(len(tokens), MOST))
                 if tokens[position] <= room and position not in taken
-                if all(column[position] <= left for column, left in several)
+                if not several or all(column[position] <= left for column, left in several)
             )
             # Of the second, whose units may be few, twice what is needed less may stay free.
             most_free = (
                 int(max(spare[0], 1 / FULL) * self.bounds[0]) // part,
                 math.ceil(2 * spare[1] * limit * cut / left) if left > 0 else 0,
             )
-            added = fill_two(samples, room // part, cut, weights=weights, spare=most_free)
+            added = fill_two(samples, most_parts, cut, weights=weights, spare=most_free)
             if min(self.free(chosen + added)) >= 0:
                 return added
         return []

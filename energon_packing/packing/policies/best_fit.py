@@ -22,7 +22,7 @@ all, and those that waste room of the scarcest limit. What is left after a few t
 
 Measured (`scripts/bench.py offline plan`): the packs of the bound where media are limited, 0.08 % more where patches,
 images and samples are limited together, in about a microsecond per sample and limit; with step 5, the time is that of
-``window``. Of 10 million samples that are alike in runs, 0.02 to 0.06 % over it, in 3 to 5 microseconds each.
+``window``. Of 10 million samples that are alike in runs, 0.01 to 0.02 % over it, in 1 to 3 microseconds each.
 """
 
 import math

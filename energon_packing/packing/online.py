@@ -52,9 +52,17 @@ def next_pack(
             return chosen
         inside = np.flatnonzero((shapes[1] <= bound[0]) & (shapes[2] <= bound[1])).tolist()
         taken = {name: [column[at] for at in inside] for name, column in {**(costs or {}), "padded": shapes[0]}.items()}
-        limits = {**(limits or {}), "padded": most // max(bound[0] * bound[1], 1)}
-        again = next_pack(policy, [lengths[at] for at in inside], capacity, taken, limits, ended=ended)
-        return [inside[at] for at in again]
+        narrow = {**(limits or {}), "padded": most // max(bound[0] * bound[1], 1)}
+        again = next_pack(policy, [lengths[at] for at in inside], capacity, taken, narrow, ended=ended)
+        # Other packs hold more images than this one, so that their limit says nothing of what tokens may stay free.
+        pack = [inside[at] for at in again]
+        texts = [at for at in range(len(lengths)) if not shapes[0, at] and at not in pack]
+        own = {
+            name: [sum(cost[at] for at in pack), *(cost[at] for at in texts)] for name, cost in (costs or {}).items()
+        }
+        both = [sum(lengths[at] for at in pack), *(lengths[at] for at in texts)]
+        more = next_pack(policy, both, capacity, own, limits, ended=ended)
+        return sorted([*pack, *(texts[at - 1] for at in more[1:])])
     if (stream := POLICIES.find(policy).next_pack) is not None:
         return stream(lengths, capacity, costs, limits, ended=ended)
     pairs = {name: ((costs or {})[name], limit) for name, limit in (limits or {}).items()}

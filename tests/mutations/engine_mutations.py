@@ -219,7 +219,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="tokens may not stay free where tiles are scarce",
         test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[18-6016]",
         oracle="the lower bound",
-        edits=(("packing/policies/window.py", "max(1 - self.needs[0] / top - chance, 0.0)", "0.0"),),
+        edits=(("packing/policies/window.py", "max(1 - self.needs[0] / top - self.chance, 0.0)", "0.0"),),
     ),
     Mutation(
         trap=248,

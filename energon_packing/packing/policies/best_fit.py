@@ -57,7 +57,7 @@ WASTED = 0.01
 """A pack with more room than this share of the scarcest limit wastes it, and is packed anew too."""
 TIMES = 3
 """How often what did not fit is packed anew."""
-WINDOW = 256
+WINDOW = 1024
 """Samples that the policy ``window`` holds; it looks at no more."""
 LEAST, MOST_COPIES, ROUNDED = 131_072, 64, 1e-4
 """Of long lists, so many samples at least are packed, each for so many that are alike: all as large as the largest of

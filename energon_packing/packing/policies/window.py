@@ -31,9 +31,10 @@ from energon_packing.packing.policies import Costs, Groups, Limits, Number, Pack
 # The oldest samples tell what is scarce. Those that packs leave behind are soon among them, so that what they need
 # counts: asked of all that a long window holds, easy packs come first, and the end of the stream pays for it.
 OLDEST = 64
-# A few videos among them are chance. Less than it is, in standard errors, may not stay free.
-CHANCE = 2.0
-# The most samples that a fit under limits looks at: more make it slower, and hardly better.
+# A few videos among them are chance. Less than it is, in standard errors, may not stay free; and where it is more than
+# this share of what they need, and may decide what is scarce, four times as many are asked.
+CHANCE, NOISE = 2.0, 0.1
+# The most samples that a fit under limits looks at, unless more are asked: more make it slower, and hardly better.
 MOST = 256
 # Tokens alone are fitted first if the other limits need at most this share of the packs that tokens need.
 SCARCE = 0.9
@@ -178,9 +179,16 @@ def fill_limited(
     """
     columns = [lengths, *(costs[name] for name in limits)]
     bounds: list[Number] = [capacity, *limits.values()]
-    needs = [sum(column[:OLDEST]) / (bound or 1) for column, bound in zip(columns, bounds, strict=True)]
-    second = max(range(1, len(bounds)), key=lambda index: needs[index])
-    fit = _Fit(columns=columns, bounds=bounds, needs=(needs[0], needs[second]), second=second)
+    asked = OLDEST
+    while True:
+        needs = [sum(column[:asked]) / (bound or 1) for column, bound in zip(columns, bounds, strict=True)]
+        second = max(range(1, len(bounds)), key=lambda index: needs[index])
+        chance = _chance(columns[0][:asked], columns[second], bounds[0], bounds[second] or 1) / max(needs)
+        if chance <= max(NOISE, (SCARCE - needs[second] / needs[0]) / 2) or asked >= len(lengths):
+            break
+        asked *= 4
+    both, most = (needs[0], needs[second]), max(MOST, asked)
+    fit = _Fit(columns=columns, bounds=bounds, needs=both, second=second, chance=chance, most=most)
     chosen, room = [0], capacity - lengths[0]
     if needs[second] < SCARCE * needs[0]:
         part = -(-room // ROOM_PARTS) if room > LONG_ROOM else 1
@@ -193,15 +201,25 @@ def fill_limited(
     return fit.finished(chosen)
 
 
+def _chance(lengths: Sequence[Number], costs: Sequence[Number], capacity: Number, limit: Number) -> float:
+    """The packs by which the needs of tokens and of a limit differ by chance."""
+    apart = [length / capacity - cost / limit for length, cost in zip(lengths, costs, strict=False)]
+    mean = sum(apart) / len(apart)
+    return CHANCE * math.sqrt(sum((each - mean) ** 2 for each in apart))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
     """Steps 2 and 3 for samples of these costs, `columns` ``[1 + limits][N]``, tokens first. `needs` are the packs that
-    the oldest samples need for tokens and for the `second` resource, the scarcest limit."""
+    the oldest samples need for tokens and for the `second` resource, the scarcest limit, and `chance` the share of them
+    by which they differ for nothing. At `most` so many samples are looked at."""
 
     columns: Sequence[Sequence[Number]]
     bounds: Sequence[Number]
     needs: tuple[float, float]
     second: int
+    chance: float
+    most: int
 
     def free(self, chosen: Iterable[int]) -> list[float]:
         """What a pack leaves of each resource."""
@@ -211,7 +229,7 @@ class _Fit:
     def finished(self, chosen: list[int]) -> list[int]:
         """The pack that begins with the samples `chosen`."""
         spare, limit = self._spare(), self.bounds[self.second]
-        units, loose = set(map(type, self.columns[self.second][:MOST])) <= {int, np.int64}, spare[0] > LOOSE
+        units, loose = set(map(type, self.columns[self.second][: self.most])) <= {int, np.int64}, spare[0] > LOOSE
         levels, parts = LEVELS, ROOM_PARTS
         if loose:
             levels, parts = (LEVELS, UNIT_PARTS) if units and limit <= LEVELS else (LOOSE_LEVELS, LEVEL_PARTS)
@@ -229,12 +247,8 @@ class _Fit:
 
     def _spare(self) -> tuple[float, float]:
         """The shares of a pack that may stay free of tokens and of the second: what it surely needs less."""
-        limit, top = self.bounds[self.second] or 1, max(self.needs)
-        pairs = zip(self.columns[0][:OLDEST], self.columns[self.second], strict=False)
-        apart = [length / self.bounds[0] - cost / limit for length, cost in pairs]
-        mean = sum(apart) / len(apart)
-        chance = CHANCE * math.sqrt(sum((each - mean) ** 2 for each in apart)) / top
-        return max(1 - self.needs[0] / top - chance, 0.0), max(1 - self.needs[1] / top - chance, 0.0)
+        top = max(self.needs)
+        return max(1 - self.needs[0] / top - self.chance, 0.0), max(1 - self.needs[1] / top - self.chance, 0.0)
 
     def _oldest(self, places: Callable[[Sequence[float]], float]) -> list[int]:
         """The oldest samples that use up both resources evenly, until what is left has few places."""
@@ -247,7 +261,7 @@ class _Fit:
 
         chosen, free = [0], self.free([0])
         uneven = apart(free)
-        for position in range(1, min(len(self.columns[0]), MOST)):
+        for position in range(1, min(len(self.columns[0]), self.most)):
             if places(free) <= PLACES or min(free[0] / room, free[second] / limit) <= HAND_OVER:
                 break
             after = [left - column[position] for column, left in zip(self.columns, free, strict=True)]
@@ -276,7 +290,7 @@ class _Fit:
             most_parts = room // part
             samples = (
                 (position, min(-(-int(tokens[position]) // part), most_parts), math.ceil(cost(position) * by))
-                for position in range(1, min(len(tokens), MOST))
+                for position in range(1, min(len(tokens), self.most))
                 if tokens[position] <= room and position not in taken
                 if not several or all(column[position] <= left for column, left in several)
             )

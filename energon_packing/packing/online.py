@@ -99,7 +99,8 @@ def next_of_copies(
     if copies and not ended and len(pack) == len(first) < len(numbers) / 2:
         columns = [(lengths, capacity), *((costs[name], limit) for name, limit in (limits or {}).items())]
         if all(sum(column[at] for at in first) < (1 - LEFT) * limit for column, limit in columns):
-            return chosen([*first, *sorted({*range(len(numbers))} - {*first})])
+            repeated = chosen([*first, *sorted({*range(len(numbers))} - {*first})])
+            return max(pack, repeated, key=lambda positions: sum(lengths[at] for at in positions))
     return pack
 
 

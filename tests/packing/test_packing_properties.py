@@ -364,8 +364,7 @@ def test_copies_are_offered_only_where_all_samples_together_leave_a_row_half_emp
     else:
         assert pack == sorted({0, *pack})
         assert all(sum(column[at] for at in pack) <= limit + 1e-9 for column, limit in columns)
-        if policy == "window":
-            assert sum(own[at] for at in pack) >= sum(own[at] for at in once)
+        assert sum(own[at] for at in pack) >= sum(own[at] for at in once)
 
 
 def test_rows_of_few_samples_stay_full_and_a_policy_of_ones_own_decides_on_copies() -> None:

@@ -50,13 +50,16 @@ def next_pack(
         shapes, most = padding
         if (bound := bound_of((shapes[:, chosen], most), np.array(lengths)[chosen])) is None:
             return chosen
-        inside = np.flatnonzero((shapes[1] <= bound[0]) & (shapes[2] <= bound[1])).tolist()
+        few = shapes[0] * bound[0] * bound[1] <= most
+        inside = np.flatnonzero(few & (shapes[1] <= bound[0]) & (shapes[2] <= bound[1])).tolist()
         taken = {name: [column[at] for at in inside] for name, column in {**(costs or {}), "padded": shapes[0]}.items()}
         narrow = {**(limits or {}), "padded": most // max(bound[0] * bound[1], 1)}
         again = next_pack(policy, [lengths[at] for at in inside], capacity, taken, narrow, ended=ended)
-        # Other packs hold more images than this one, so that their limit says nothing of what tokens may stay free.
         pack = [inside[at] for at in again]
-        texts = [at for at in range(len(lengths)) if not shapes[0, at] and at not in pack]
+        if policy != "window":
+            return pack
+        # Other packs hold more images than this one, so that its limit says nothing of what tokens may stay free.
+        texts = [at for at in np.flatnonzero(shapes[0] == 0).tolist() if at not in {*pack}]
         own = {
             name: [sum(cost[at] for at in pack), *(cost[at] for at in texts)] for name, cost in (costs or {}).items()
         }

@@ -34,20 +34,21 @@ def fit_report(path: Path) -> dict[str, Any]:
     try:
         for number, file in enumerate(files):
             lines = [line for line in read_lines(file) if line["steps"]]
-            of_run: list[Any] = []
+            runs: dict[int, list[Any]] = defaultdict(list)  # of so many ranks
             older = older or bool(lines)
             for line in lines:
                 if "took" in line:  # a version before this one wrote none, perhaps into the same file
-                    run, first = (line["run"], line["ranks"]), line["steps"][0][0]
-                    while of_run and of_run[-1][0][1] == run[1] and of_run[-1][1] >= first:
-                        of_run.pop()  # this run does them again
+                    own, first = runs[line["ranks"]], line["steps"][0][0]
+                    while own and own[-1][1] >= first:
+                        own.pop()  # this run does them again
                     named[line["ranks"]].add(number)
                     newest = max(newest, (line["time"], line["ranks"]))
                     pairs = zip(line["steps"], line["took"], strict=True)
-                    of_run += [(run, *step, *took) for step, took in pairs]
-            for (run, pack, cost, vision, _), (following, *_, seconds) in pairwise(of_run):
-                if run == following and seconds > 0:
-                    steps[run[1], pack][number] = vision, cost - vision, seconds
+                    own += [(line["run"], *step, *took) for step, took in pairs]
+            for count, own in runs.items():
+                for (run, pack, cost, vision, _), (following, *_, seconds) in pairwise(own):
+                    if run == following and seconds > 0:
+                        steps[count, pack][number] = vision, cost - vision, seconds
         refuse((older and not named, f"{path} has no costs and times of steps; write metrics with this version."))
         ranks = sorted(named[newest[1]])
         known = [each for (of, _), each in steps.items() if of == newest[1] and len(each) == len(ranks)]

@@ -315,7 +315,7 @@ def subsets(count):
 
 
 def test_samples_that_leave_tiles_free_need_more_packs_than_tiles_and_tokens_say():
-    """Two of three tiles and one of two, of three: a heavy one leaves one of four free."""
+    """Beside each of the first two nothing has room, so that one of its pack's four tiles stays free."""
     lengths, images = np.array([90, 90, 20, 20, 20, 20]), np.array([3, 3, 2, 2, 1, 1])
     assert lower_bound(lengths, 100, Constraints.from_pairs({"tiles": (images, 4)}, 6)) == 3
     assert tiles.tiles_bound(lengths, images, 4, 100) == 4

@@ -212,7 +212,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="what is scarce is asked of all that is held, not of the oldest",
         test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[24-8192]",
         oracle="the lower bound",
-        edits=(("packing/policies/window.py", "OLDEST = 64", "OLDEST = 1 << 20"),),
+        edits=(("packing/policies/window.py", "OLDEST, ASKED = 64", "OLDEST, ASKED = 1 << 20"),),
     ),
     Mutation(
         trap=248,

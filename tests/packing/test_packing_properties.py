@@ -340,10 +340,8 @@ def test_no_sample_that_comes_several_times_meets_itself_in_a_pack(problem, data
 @pytest.mark.parametrize("policy", policy_names())
 @given(problem=limited_problems(), draw=st.data(), ended=st.booleans())
 @MANY
-def test_copies_are_offered_only_where_all_samples_together_leave_a_row_half_empty(
-    policy, problem, draw, ended
-) -> None:
-    """Or a sixteenth of it empty, and of each limit; most of the window are copies, and the source goes on."""
+def test_copies_are_offered_only_where_all_samples_together_leave_a_part_of_a_row(policy, problem, draw, ended) -> None:
+    """A sixteenth of it, and of each limit; most of the window are copies, and the source goes on."""
     lengths, capacity, _, limited = problem
     if not lengths:
         return

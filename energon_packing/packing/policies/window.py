@@ -30,9 +30,9 @@ from energon_packing.packing.policies import Costs, Groups, Limits, Number, Pack
 
 # The oldest samples tell what is scarce. Those that packs leave behind are soon among them, so that what they need
 # counts: asked of all that a long window holds, easy packs come first, and the end of the stream pays for it.
-OLDEST = 64
+OLDEST, ASKED = 64, 1024
 # A few videos among them are chance. Less than it is, in standard errors, may not stay free; and where it is more than
-# this share of what they need, and may decide what is scarce, four times as many are asked.
+# this share of what they need, and may decide what is scarce, four times as many are asked, and four times again.
 CHANCE, NOISE = 2.0, 0.1
 # The most samples that a fit under limits looks at, unless more are asked: more make it slower, and hardly better.
 MOST = 256
@@ -184,7 +184,7 @@ def fill_limited(
         needs = [sum(column[:asked]) / (bound or 1) for column, bound in zip(columns, bounds, strict=True)]
         second = max(range(1, len(bounds)), key=lambda index: needs[index])
         chance = _chance(columns[0][:asked], columns[second], bounds[0], bounds[second] or 1) / max(needs)
-        if chance <= max(NOISE, (SCARCE - needs[second] / needs[0]) / 2) or asked >= len(lengths):
+        if chance <= max(NOISE, (SCARCE - needs[second] / needs[0]) / 2) or asked >= min(ASKED, len(lengths)):
             break
         asked *= 4
     both, most = (needs[0], needs[second]), max(MOST, asked)

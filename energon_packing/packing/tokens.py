@@ -8,7 +8,7 @@ drops, truncates or splits it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -63,6 +63,28 @@ class Boundaries(list[list[tuple[int, int]]]):
     dropped: list[int]
 
 
+@overload
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    max_length: int,
+    pad_token_id: int,
+    return_boundaries: Literal[False] = False,
+    policy: str = "next_fit",
+    oversize: Oversize = "raise",
+) -> torch.Tensor: ...
+
+
+@overload
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    max_length: int,
+    pad_token_id: int,
+    return_boundaries: Literal[True],
+    policy: str = "next_fit",
+    oversize: Oversize = "raise",
+) -> tuple[torch.Tensor, Boundaries]: ...
+
+
 def pack_sequences(
     sequences: Sequence[Tokens],
     max_length: int,
@@ -70,7 +92,7 @@ def pack_sequences(
     return_boundaries: bool = False,
     policy: str = "next_fit",
     oversize: Oversize = "raise",
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, Boundaries]:
     """Packs token sequences into rows of `max_length`.
 
     Args:
@@ -82,7 +104,7 @@ def pack_sequences(
             `max_length` tokens) or ``"split"`` (without loss, into separate segments).
 
     Returns:
-        A tensor ``[R, max_length]`` int64, or this and `Boundaries`.
+        ``[R, max_length]`` int64, or this and `Boundaries`.
 
     Raises:
         UserError: a sequence that is too long under ``"raise"``; names its index, its length and the row's. Or a

@@ -56,10 +56,10 @@ def next_pack(
         narrow = {**(limits or {}), "padded": most // max(bound[0] * bound[1], 1)}
         again = next_pack(policy, [lengths[at] for at in inside], capacity, taken, narrow, ended=ended)
         pack = [inside[at] for at in again]
-        if policy != "window":
+        if policy == "next_fit":
             return pack
         # Other packs hold more images than this one, so that its limit says nothing of what tokens may stay free.
-        texts = [at for at in np.flatnonzero(shapes[0] == 0).tolist() if at not in {*pack}]
+        texts = np.setdiff1d(np.flatnonzero(shapes[0] == 0), pack).tolist()
         own = {
             name: [sum(cost[at] for at in pack), *(cost[at] for at in texts)] for name, cost in (costs or {}).items()
         }

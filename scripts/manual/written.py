@@ -160,7 +160,7 @@ def names() -> str:
         parts.append(f"\n## {package}\n\n{about}\n")
         for name in sorted(public):
             module, _, own = _home(package, name).rpartition(".")
-            found = next(node for node in _parsed(_file(module)).body if _binds(node, own))
+            found = [node for node in _parsed(_file(module)).body if _binds(node, own)][-1]  # after its overloads
             parts.append(f"\n### {name}\n\nIn `{module}`.\n\n```text\n{_described(found)}\n```\n")
     return "".join([*parts, *_registered()])
 

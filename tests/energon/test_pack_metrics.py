@@ -213,6 +213,11 @@ def test_a_fit_is_of_the_last_of_several_runs_whose_metrics_are_in_one_directory
     found = fit_report(tmp_path)
     assert (found["ranks"], found["steps"]) == (4, 14)
     assert found["constant"] == pytest.approx(4.0, rel=1e-3)
+    write("between", 2, (9e-6, 9e-7, 3.0), time=500.0, packs=range(3))
+    write("again", 4, (9e-6, 9e-7, 2.0), time=600.0, packs=range(12))
+    found = fit_report(tmp_path)
+    assert (found["ranks"], found["steps"]) == (4, 11)
+    assert found["constant"] == pytest.approx(2.0, rel=1e-3)
 
 
 def test_what_cannot_be_fitted_is_said_in_a_sentence(tmp_path):

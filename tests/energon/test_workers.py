@@ -316,16 +316,16 @@ def test_metrics_tell_the_memory_of_the_largest_worker_and_decoding_process(run_
     config = run_config(data={"workers": workers, "repeat": True}, in_child=True, drop_budget=1.0, seq_length=2048)
     metrics = MetricsConfig(directory=str(tmp_path), interval=1)
     kinds = {"worker", "decoder"} if workers else {"decoder"}
-    for _ in itertools.islice(watched(build_loader(config), metrics, capacity=2048), 2400):
+    deadline = time.monotonic() + 200
+    for _ in watched(build_loader(config), metrics, capacity=2048):
         line = json.loads((tmp_path / "rank0.jsonl").read_text().splitlines()[-1])
         sizes = private_sizes()
         # A pack that waits for its reader is its worker's own memory, so the two looks differ now and then. After a
         # look that was slow, on a busy machine, the next one is a hundred times as long away.
         if sizes.keys() >= kinds and line.get("memory") == {k: pytest.approx(v, rel=0.3) for k, v in sizes.items()}:
             break
+        assert time.monotonic() < deadline, f"{line.get('memory')} were never near {sizes}"
         time.sleep(0.05)
-    else:
-        pytest.fail(f"{line.get('memory')} were never near {sizes}")
     figures_of = figures([RankLine.of(line)])
     assert {name for name in figures_of if name.endswith("_mib_max")} == {f"{kind}_mib_max" for kind in sizes}
     assert figures_of["decoder_mib_max"] == line["memory"]["decoder"] / 2**20

@@ -32,7 +32,8 @@ from energon_packing.packing.policies import Costs, Groups, Limits, Number, Pack
 # counts: asked of all that a long window holds, easy packs come first, and the end of the stream pays for it.
 OLDEST, ASKED = 64, 1024
 # A few videos among them are chance. Less than it is, in standard errors, may not stay free; and where it is more than
-# this share of what they need, and may decide what is scarce, four times as many are asked, and four times again.
+# this share of what they need, four times as many are asked, and again, unless a limit is clearly less scarce than
+# tokens.
 CHANCE, NOISE = 2.0, 0.1
 # The most samples that a fit under limits looks at, unless more are asked: more make it slower, and hardly better.
 MOST = 256

@@ -310,7 +310,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         trap=202,
         name="one pack over the limit of padded pixels replaces all packs of a policy that keeps an order",
         test="tests/packing/test_padding_limit.py::"
-        "test_a_policy_that_keeps_an_order_keeps_the_packs_that_are_within_the_limit[next_fit]",
+        "test_a_policy_that_keeps_an_order_keeps_the_packs_that_are_within_the_limit",
         oracle="the packs of the policy",
         edits=(("packing/whole_list.py", 'if policy == "best_fit":', "if True:"),),
     ),

@@ -387,36 +387,25 @@ _OF_LEDGER = ("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed
 
 @dataclass(kw_only=True, slots=True)
 class LedgerReport:
-    """What all workers of a run did.
+    """What all workers of a run did."""
 
-    Attributes:
-        workers: files that were read.
-        restarts: how often a worker went on from a saved state.
-        abandoned: runs of a worker that do not count, as a newer one began the data anew.
-        packs: packs, each number once.
-        emitted: samples in them.
-        dropped, dropped_by_data: samples by reason; data set ("" where the ledger does not say) -> the same.
-        changed: samples emitted in another form, by how.
-        duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
-        cut: lines that a kill left unfinished.
-        shares: samples that count for the budget, and those of them that were dropped: since the beginning, and the
-            same of the last `RECENT`, an equal part of them from each worker.
-        foreign: lines whose fields are not those of a ledger; they are not counted.
-        quarantined: lines of the samples in quarantine: ``data``, ``key``, ``reason``, ``detail``.
-    """
-
-    workers: int = 0
-    restarts: int = 0
-    abandoned: int = 0
-    packs: int = 0
-    emitted: int = 0
+    workers: int = 0  # files that were read
+    restarts: int = 0  # how often a worker went on from a saved state
+    abandoned: int = 0  # runs of a worker that do not count, as a newer one began the data anew
+    packs: int = 0  # packs, each number once
+    emitted: int = 0  # samples in them
+    # dropped, dropped_by_data: samples by reason; data set ("" where the ledger does not say) -> the same
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_by_data: dict[str, Counter[str]] = field(default_factory=dict)
-    changed: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)  # samples emitted in another form, by how
+    # keys that came more often than the data can have been read, or than once in a finite epoch
     duplicates: list[str] = field(default_factory=list)
+    # samples that count for the budget, and those of them that were dropped: since the beginning, and the same of the
+    # last `RECENT`, an equal part of them from each worker
     shares: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
-    cut: int = 0
-    foreign: int = 0
+    cut: int = 0  # lines that a kill left unfinished
+    foreign: int = 0  # lines whose fields are not those of a ledger; they are not counted
+    # lines of the samples in quarantine: ``data``, ``key``, ``reason``, ``detail``
     quarantined: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -31,16 +31,11 @@ _QUERY = re.compile(r"(://[^?#\s]*)[?#]\S*?(?=['\"]?(?:[;:,]?\s|$))")
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """What a store says about a file.
+    """What a store says about a file."""
 
-    Attributes:
-        size: bytes.
-        changed: time of the last change, nanoseconds.
-        version: that the store gives the content (``etag``), for a change within a tick of its clock; may be empty.
-    """
-
-    size: int
-    changed: int
+    size: int  # bytes
+    changed: int  # time of the last change, nanoseconds
+    # that the store gives the content (``etag``), for a change within a tick of its clock; may be empty
     version: str = ""
 
 

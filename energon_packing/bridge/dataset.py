@@ -49,21 +49,15 @@ it."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchForm:
-    """How the samples of a micro-batch are laid out; call it with each batch.
+    """How the samples of a micro-batch are laid out; call it with each batch."""
 
-    Attributes:
-        packed: True makes one THD row ``[1, T]`` with Bridge's in-batch packer; False makes rows ``[samples, T]``,
-            which a step may pack itself (``defer_in_batch_packing_to_step``).
-        samples: rows of an unpacked micro-batch; masked rows of one token replace missing samples.
-        multiple: of each sample (packed) or of the width (unpacked), which the run's layout needs.
-        pad_to_multiple_of: of the width of unpacked rows too, up to ``seq_length``.
-    """
-
+    # True makes one THD row ``[1, T]`` with Bridge's in-batch packer; False makes rows ``[samples, T]``, which a step
+    # may pack itself (``defer_in_batch_packing_to_step``)
     packed: bool
-    samples: int
+    samples: int  # rows of an unpacked micro-batch; masked rows of one token replace missing samples
     seq_length: int
-    multiple: int = 1
-    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF
+    multiple: int = 1  # of each sample (packed) or of the width (unpacked), which the run's layout needs
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF  # of the width of unpacked rows too, up to ``seq_length``
     pad_to_max_length: bool = False
 
     def __call__(self, batch: PackedBatch) -> dict[str, Any]:

@@ -33,29 +33,22 @@ Agree = Callable[[int, Literal["min", "max"]], int]
 class EpochReport:
     """Counts of one epoch of one rank; of an epoch that was resumed, since then.
 
-    At the end of a finite epoch, ``read == emitted + len(dropped_keys) + dropped.total()``.
-
-    Attributes:
-        read: samples that the workers read, which are counted when a worker ends its epoch.
-        dropped: dropped samples by reason, those after the last pack included.
-        dropped_at_end: what was dropped after the last pack of a worker; all other drops are in packs.
-        made: packs that this rank made of samples, emitted or not.
-        dropped_packs: finished packs that were not emitted because another rank had none left.
-        agreements: number of integers exchanged with the other ranks.
-        frequent: which drops must be told; of all epochs of the loader.
-    """
+    At the end of a finite epoch, ``read == emitted + len(dropped_keys) + dropped.total()``."""
 
     packs: int = 0
     padding_packs: int = 0
-    dropped_packs: int = 0
+    dropped_packs: int = 0  # finished packs that were not emitted because another rank had none left
     dropped_keys: list[str] = field(default_factory=list)
-    agreements: int = 0
-    read: int = 0
+    agreements: int = 0  # number of integers exchanged with the other ranks
+    read: int = 0  # samples that the workers read, which are counted when a worker ends its epoch
     emitted: int = 0
+    # dropped samples by reason, those after the last pack included
     dropped: Counter[str] = field(default_factory=Counter)
+    # what was dropped after the last pack of a worker; all other drops are in packs
     dropped_at_end: list[DroppedSample] = field(default_factory=list)
-    made: int = 0
+    made: int = 0  # packs that this rank made of samples, emitted or not
     complete: bool = False
+    # which drops must be told; of all epochs of the loader
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
 
     def count(self, pack: Pack) -> Pack:

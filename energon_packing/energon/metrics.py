@@ -36,37 +36,25 @@ from energon_packing.line_file import LineFile, LineFollower
 
 @dataclass(kw_only=True, slots=True)
 class PackSums:
-    """Sums over packs of one rank or of several. The four kinds of tokens add up to the room of the packs.
-
-    Attributes:
-        padding_packs: packs that contain only padding; the other sums leave them out.
-        segments: of the rows; a preference pair is one sample and two segments.
-        alignment: padding after samples, up to the alignment multiple.
-        tail: padding of the rest of a row: its masked tail, dummy images.
-        unused: room up to the capacity of a pack that the row leaves out, so that no step computes it.
-        delays: samples that were measured after a sample and before its pack, summed over samples.
-        read: samples that were read since the packs before: packed, dropped, or held for a later pack.
-        seconds: wall-clock time from the pack before these to the last of them; the first pack of a run counts none.
-        waited: the part of it in which the trainer waited for a pack.
-        done: what the steps of these seconds trained on, see `work_of`.
-    """
+    """Sums over packs of one rank or of several. The four kinds of tokens add up to the room of the packs."""
 
     packs: int = 0
-    padding_packs: int = 0
+    padding_packs: int = 0  # packs that contain only padding; the other sums leave them out
     samples: int = 0
-    segments: int = 0
+    segments: int = 0  # of the rows; a preference pair is one sample and two segments
     real: int = 0
-    alignment: int = 0
-    tail: int = 0
-    unused: int = 0
-    delays: int = 0
+    alignment: int = 0  # padding after samples, up to the alignment multiple
+    tail: int = 0  # padding of the rest of a row: its masked tail, dummy images
+    unused: int = 0  # room up to the capacity of a pack that the row leaves out, so that no step computes it
+    delays: int = 0  # samples that were measured after a sample and before its pack, summed over samples
     delay_max: int = 0
     held: int = 0
-    read: int = 0
+    read: int = 0  # samples that were read since the packs before: packed, dropped, or held for a later pack
     dropped: Counter[str] = field(default_factory=Counter)
+    # wall-clock time from the pack before these to the last of them; the first pack of a run counts none
     seconds: float = 0.0
-    waited: float = 0.0
-    done: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0  # the part of it in which the trainer waited for a pack
+    done: Counter[str] = field(default_factory=Counter)  # what the steps of these seconds trained on, see `work_of`
 
     def add(self, other: "PackSums") -> None:
         """Adds the sums of other packs."""

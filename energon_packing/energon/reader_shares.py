@@ -70,22 +70,16 @@ _MEDIUM = re.compile(rb'(\{"kind": "(?:image|video)", )"name": "(?:[^"\\]|\\.)*"
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples of the readers of one rank, in one data set.
+    """The samples of the readers of one rank, in one data set."""
 
-    Attributes:
-        first, samples: of the data set's part: number of its first sample, and how many it has.
-        starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
-        places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
-        copies: of the data set, dealt together.
-        reader_of: ``[M]``, the reader of each chunk of all ranks; None where every reader reads the whole.
-    """
-
-    first: int
+    first: int  # first, samples: of the data set's part: number of its first sample, and how many it has
     samples: int
-    starts: Sequence[int]
+    starts: Sequence[int]  # ``[S]``, increasing; Energon's number of the first sample of each slice
+    # ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy
     places: Sequence[int]
     identity: str
-    copies: int
+    copies: int  # of the data set, dealt together
+    # ``[M]``, the reader of each chunk of all ranks; None where every reader reads the whole
     reader_of: np.ndarray | None
     description: str
 
@@ -188,18 +182,12 @@ def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
 
 @dataclass(kw_only=True, slots=True)
 class _Source:
-    """Energon's loader of one data set.
-
-    Attributes:
-        factory: of Energon; made the loader.
-        endless: the wrapper that repeats it without end, alone or in a blend; None if none does.
-        finite: the wrapper that repeats it a number of times, within; None if none does.
-    """
+    """Energon's loader of one data set."""
 
     loader: Any
-    factory: Any
-    endless: Any
-    finite: Any
+    factory: Any  # of Energon; made the loader
+    endless: Any  # the wrapper that repeats it without end, alone or in a blend; None if none does
+    finite: Any  # the wrapper that repeats it a number of times, within; None if none does
     first: int = 0
     samples: int = 0
 

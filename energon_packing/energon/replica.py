@@ -93,25 +93,21 @@ Facts = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """The replica of this rank.
-
-    Attributes:
-        leaders: for each stage, the global rank that receives packs first; the first leader is the reader.
-        members: global ranks of this rank's stage, its leader first.
-        hosts: the members by the host that they run on, in the same order; the first of each host leads it.
-        leader_group: of ``leaders``, on those ranks only; None if there is one stage. It is the only group that a
-            replica makes, and it is gloo's whatever the run's backend: packs are on the host.
-        inner: the run's own process groups that make up a stage, tensor parallel before context parallel.
-    """
+    """The replica of this rank."""
 
     rank: int = 0
     world_size: int = 1
     stage: int = 0
+    # for each stage, the global rank that receives packs first; the first leader is the reader
     leaders: tuple[int, ...] = (0,)
-    members: tuple[int, ...] = (0,)
+    members: tuple[int, ...] = (0,)  # global ranks of this rank's stage, its leader first
+    # the members by the host that they run on, in the same order; the first of each host leads it
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
+    # of ``leaders``, on those ranks only; None if there is one stage. It is the only group that a replica makes, and it
+    # is gloo's whatever the run's backend: packs are on the host
     leader_group: OwnGroup | None = None
     global_rank: int = 0
+    # the run's own process groups that make up a stage, tensor parallel before context parallel
     inner: tuple[Any, ...] = ()
     channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
     """Numbers of the channels between the ranks, which all of them open in the same order."""

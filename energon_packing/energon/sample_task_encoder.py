@@ -129,29 +129,21 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
 
 @edataclass
 class SampleBatch(Batch):
-    """A micro-batch of conversations, one per row, padded on the right.
+    """A micro-batch of conversations, one per row, padded on the right."""
 
-    Attributes:
-        input_ids, labels: int64 ``[B, T]``; padding is the pad token in ``input_ids`` and -100 in ``labels``.
-        loss_mask: float32 ``[B, T]``, 0 on padding.
-        attention_mask: bool ``[B, T]``, True on tokens of a sample.
-        position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
-        lengths: int64 ``[B]``, tokens of each sample.
-        visual_inputs: name -> tensor, the media of all rows in order; pixels as the processor's numbers.
-        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as whole numbers.
-        dropped: ledger entries of this worker since its last batch.
-    """
-
+    # input_ids, labels: int64 ``[B, T]``; padding is the pad token in ``input_ids`` and -100 in ``labels``
     input_ids: torch.Tensor
     labels: torch.Tensor
-    loss_mask: torch.Tensor
-    attention_mask: torch.Tensor
-    position_ids: torch.Tensor
-    lengths: torch.Tensor
+    loss_mask: torch.Tensor  # float32 ``[B, T]``, 0 on padding
+    attention_mask: torch.Tensor  # bool ``[B, T]``, True on tokens of a sample
+    position_ids: torch.Tensor  # int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding
+    lengths: torch.Tensor  # int64 ``[B]``, tokens of each sample
+    # name -> tensor, the media of all rows in order; pixels as the processor's numbers
     visual_inputs: dict[str, torch.Tensor]
+    # each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as whole numbers
     extras: dict[str, torch.Tensor]
     keys: tuple[str, ...]
-    dropped: tuple[DroppedSample, ...] = ()
+    dropped: tuple[DroppedSample, ...] = ()  # ledger entries of this worker since its last batch
 
 
 class MixedTaskEncoder(PackingTaskEncoder):

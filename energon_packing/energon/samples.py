@@ -27,16 +27,12 @@ Batch = TypeVar("Batch", default=PackedBatch)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Why a sample is dropped. It travels in the sample's place, so that all drops are accounted for in one place.
-
-    Attributes:
-        length: tokens of the sample where it was measured and is too long; None otherwise.
-        fatal: an error that must stop the run instead (a configuration that cannot work); None for bad data.
-    """
+    """Why a sample is dropped. It travels in the sample's place, so that all drops are accounted for in one place."""
 
     reason: str
     detail: str
-    length: int | None = None
+    length: int | None = None  # tokens of the sample where it was measured and is too long; None otherwise
+    # an error that must stop the run instead (a configuration that cannot work); None for bad data
     fatal: Exception | None = None
 
     @classmethod

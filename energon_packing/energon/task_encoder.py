@@ -91,20 +91,14 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """A task encoder whose packs come from a `WindowPackingDataset`.
 
     A subclass sets the attributes and defines ``fingerprint``, ``plan_cost``, ``arrange``, ``postencode_sample`` and
-    ``pack_selected_samples``.
-
-    Attributes:
-        accept_changed: names of the fingerprint that a restored state may differ in.
-        tells_end: whether workers tell the end of an epoch, which `build_dataset` asks for a `PackLoader`.
-        takes_buffers: whether Energon's ``packing_buffer_size`` works too, by ``select_samples_to_pack``.
-    """
+    ``pack_selected_samples``."""
 
     decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
     packing: Any
     limits: Any
-    accept_changed: tuple[str, ...] = ()
-    tells_end: bool = False
-    takes_buffers: bool = False
+    accept_changed: tuple[str, ...] = ()  # names of the fingerprint that a restored state may differ in
+    tells_end: bool = False  # whether workers tell the end of an epoch, which `build_dataset` asks for a `PackLoader`
+    takes_buffers: bool = False  # whether Energon's ``packing_buffer_size`` works too, by ``select_samples_to_pack``
     _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
     @property

@@ -155,18 +155,13 @@ def register_executor(name: str, entry: ExecutorEntry) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorConfig:
-    """Who does the tasks of a command.
+    """Who does the tasks of a command."""
 
-    Attributes:
-        kind: ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one that another package
-            declares.
-        workers: how many; None for one per CPU of the machine or cluster. 0 works in the calling process.
-        address: of a running cluster, see `energon_packing.executors.on_ray.RayWorkers`.
-    """
-
+    # ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one that another package declares
     kind: ExecutorKind = "local"
+    # how many; None for one per CPU of the machine or cluster. 0 works in the calling process
     workers: int | None = None
-    address: str | None = None
+    address: str | None = None  # of a running cluster, see `energon_packing.executors.on_ray.RayWorkers`
 
     def __post_init__(self) -> None:
         cluster, workers = self.cluster, self.workers or 0

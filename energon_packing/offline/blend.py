@@ -116,26 +116,16 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blend:
-    """Draws the samples of each epoch.
+    """Draws the samples of each epoch."""
 
-    Attributes:
-        ends: ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end.
-        shares: of each data set, as the plan or its metadataset says.
-        amount: ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample.
-        repeats: how often each data set occurs in one epoch.
-        groups: for each group, the numbers of its data sets, by name of the group.
-        samples: what can be packed.
-        config: seed and unit of the weights.
-        rest: ``[N]`` rows of `Samples` that come first, as an epoch of their own; None begins with a whole epoch.
-    """
-
-    ends: tuple[int, ...]
-    shares: tuple[Share, ...]
-    amount: np.ndarray
-    repeats: tuple[float, ...]
-    groups: Mapping[str, tuple[int, ...]]
-    samples: Samples
-    config: PlanConfig
+    ends: tuple[int, ...]  # ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end
+    shares: tuple[Share, ...]  # of each data set, as the plan or its metadataset says
+    amount: np.ndarray  # ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample
+    repeats: tuple[float, ...]  # how often each data set occurs in one epoch
+    groups: Mapping[str, tuple[int, ...]]  # for each group, the numbers of its data sets, by name of the group
+    samples: Samples  # what can be packed
+    config: PlanConfig  # seed and unit of the weights
+    # ``[N]`` rows of `Samples` that come first, as an epoch of their own; None begins with a whole epoch
     rest: np.ndarray | None = None
 
     @classmethod

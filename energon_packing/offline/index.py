@@ -94,17 +94,11 @@ SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaFile:
-    """Where a file that a sample shows lies.
+    """Where a file that a sample shows lies."""
 
-    Attributes:
-        name: as the record names it.
-        shard: number of its tar in `IndexedDataset.media_shards`; -1 for the media that were copied beside packs.
-        offset, size: of its first byte, and its bytes.
-    """
-
-    name: str
-    shard: int
-    offset: int
+    name: str  # as the record names it
+    shard: int  # number of its tar in `IndexedDataset.media_shards`; -1 for the media that were copied beside packs
+    offset: int  # offset, size: of its first byte, and its bytes
     size: int
 
 
@@ -115,22 +109,16 @@ def _is_identity(values: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedShard:
-    """A measured shard.
+    """A measured shard."""
 
-    Attributes:
-        name: of the tar, relative to the data set.
-        samples, dropped: rows of its file, and how many of them have a reason.
-        tokens: of all samples that are not dropped.
-        pairs, unwanted: as in `PairCounts`, dropped ones included; 0 in indexes of versions that did not count.
-        identity: what the tar was when it was measured: its size, the time of its last change, and the identifiers of
-            the index of its data set and, if its media are in a data set of their own, of theirs.
-    """
-
-    name: InnerPath
-    samples: Count
+    name: InnerPath  # of the tar, relative to the data set
+    samples: Count  # samples, dropped: rows of its file, and how many of them have a reason
     dropped: Count
-    tokens: Count
+    tokens: Count  # of all samples that are not dropped
+    # what the tar was when it was measured: its size, the time of its last change, and the identifiers of the index of
+    # its data set and, if its media are in a data set of their own, of theirs
     identity: Annotated[Mapping[str, Any], _is_identity]
+    # pairs, unwanted: as in `PairCounts`, dropped ones included; 0 in indexes of versions that did not count
     pairs: Count = 0
     unwanted: Count = 0
 
@@ -147,36 +135,24 @@ class IndexedShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedDataset:
-    """A measured part of a data set.
+    """A measured part of a data set."""
 
-    Attributes:
-        name: of its directory in the index, unique there.
-        path: as it was given to ``measure``, absolute.
-        split: that its shards have.
-        asked: the split that ``measure`` was asked for: a metadataset may give parts of it another one. Empty in older
-            indexes where nothing says it, and in older plans.
-        root, media_root: directories of its shards, and of those that hold its media; the same for a monolithic data
-            set.
-        media_shards: names of the latter, whose positions `MEDIA` counts.
-        media_states: `media_state` of each when it was measured; an empty text for one that was not there. Older
-            indexes have none.
-        shards: in order.
-        subflavors: of its samples, such as limits of its own.
-        weight: its share of the samples in the blend of the metadataset at ``path``; None if that has no weights.
-        repetitions: how often an epoch of that metadataset has each sample; None if it does not say.
-    """
-
-    name: InnerPath
-    path: Name
-    split: Name
+    name: InnerPath  # of its directory in the index, unique there
+    path: Name  # as it was given to ``measure``, absolute
+    split: Name  # that its shards have
+    # root, media_root: directories of its shards, and of those that hold its media; the same for a monolithic data set
     root: Name
     media_root: Name
-    media_shards: tuple[InnerPath, ...]
-    shards: tuple[IndexedShard, ...]
-    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    media_shards: tuple[InnerPath, ...]  # names of the latter, whose positions `MEDIA` counts
+    shards: tuple[IndexedShard, ...]  # in order
+    subflavors: Mapping[str, Any] = field(default_factory=dict)  # of its samples, such as limits of its own
+    # its share of the samples in the blend of the metadataset at ``path``; None if that has no weights
     weight: Amount | None = None
-    repetitions: Amount | None = None
+    repetitions: Amount | None = None  # how often an epoch of that metadataset has each sample; None if it does not say
+    # the split that ``measure`` was asked for: a metadataset may give parts of it another one. Empty in older indexes
+    # where nothing says it, and in older plans
     asked: Name = ""
+    # `media_state` of each when it was measured; an empty text for one that was not there. Older indexes have none
     media_states: tuple[str, ...] = ()
 
     @property

@@ -119,23 +119,15 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Worker:
-    """The state of one worker, taken apart.
+    """The state of one worker, taken apart."""
 
-    Attributes:
-        source: of the reader of shards.
-        held: number of the sample in the data set, first piece and stop, for all that buffers hold.
-        divides: whether the run may divide samples into pieces.
-        epoch: complete passes of the reader.
-        packs: that it has given.
-        fingerprint: of the run.
-    """
-
-    source: Mapping[str, Any]
+    source: Mapping[str, Any]  # of the reader of shards
+    # number of the sample in the data set, first piece and stop, for all that buffers hold
     held: tuple[tuple[int, int, int], ...]
-    divides: bool
-    epoch: int
-    packs: int
-    fingerprint: Mapping[str, Any]
+    divides: bool  # whether the run may divide samples into pieces
+    epoch: int  # complete passes of the reader
+    packs: int  # that it has given
+    fingerprint: Mapping[str, Any]  # of the run
 
     @classmethod
     def of(cls, state: Any, rank: int) -> "_Worker":

@@ -43,55 +43,35 @@ Media = Literal["reference", "copy"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardEntry:
-    """What the manifest knows of a shard.
+    """What the manifest knows of a shard."""
 
-    Attributes:
-        number: from 0; its name follows from it.
-        first, packs: the packs of the plan that it holds.
-        bytes, checksum: of the file; `ShardFile.checksum`.
-        media_bytes, media_checksum: of the copied media; 0 and empty if there are none.
-        samples: in all its packs.
-        drops: number of samples that could not be decoded, by reason.
-    """
-
-    number: Count
-    first: Count
+    number: Count  # from 0; its name follows from it
+    first: Count  # first, packs: the packs of the plan that it holds
     packs: Count
-    bytes: Count
+    bytes: Count  # bytes, checksum: of the file; `ShardFile.checksum`
     checksum: str
-    media_bytes: Count
+    media_bytes: Count  # media_bytes, media_checksum: of the copied media; 0 and empty if there are none
     media_checksum: str
-    samples: Count
-    drops: Mapping[str, int]
+    samples: Count  # in all its packs
+    drops: Mapping[str, int]  # number of samples that could not be decoded, by reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedFacts:
-    """What ``packed.json`` says.
+    """What ``packed.json`` says."""
 
-    Attributes:
-        plan: id of the plan.
-        store: ``tokens``, or ``pixels`` with the rendered media.
-        media: where the media are that have to be rendered: in their data sets, or in ``DIR``.
-        shard_packs: the setting by which packs were divided among shards.
-        firsts: first pack of each shard.
-        packs: of all shards.
-        padded_rows: ``packing.pad_to_max_length`` of the rows that are stored finished.
-        encoder: what tokens, targets and positions depend on, by name; with ``pixels``, what pixels depend on too.
-        media_uuids: for each data set, the identifier of the index of its media; None if they are in ``DIR``.
-        shards: the entry of every shard; empty while some are missing.
-    """
-
-    plan: str
-    store: Store
-    media: Media
-    shard_packs: int
-    firsts: tuple[Count, ...]
-    packs: Count
-    padded_rows: bool
+    plan: str  # id of the plan
+    store: Store  # ``tokens``, or ``pixels`` with the rendered media
+    media: Media  # where the media are that have to be rendered: in their data sets, or in ``DIR``
+    shard_packs: int  # the setting by which packs were divided among shards
+    firsts: tuple[Count, ...]  # first pack of each shard
+    packs: Count  # of all shards
+    padded_rows: bool  # ``packing.pad_to_max_length`` of the rows that are stored finished
+    # what tokens, targets and positions depend on, by name; with ``pixels``, what pixels depend on too
     encoder: Mapping[str, str]
+    # for each data set, the identifier of the index of its media; None if they are in ``DIR``
     media_uuids: tuple[str | None, ...]
-    shards: tuple[ShardEntry, ...] = ()
+    shards: tuple[ShardEntry, ...] = ()  # the entry of every shard; empty while some are missing
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -111,34 +111,23 @@ class PlannedPack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFacts:
-    """What the metadata of a plan say.
+    """What the metadata of a plan say."""
 
-    Attributes:
-        id: digest of what the plan holds: rows and their order, the settings that decided them, and the content of the
-            sources, wherever they are.
-        config: the whole `RunConfig` as a mapping.
-        fingerprint: of the encoder, from the index.
-        decided: what the packs depend on besides the samples: row length, alignment, limits, policy, blend, seed.
-        datasets: the sources, with the identity of every shard.
-        packs, samples: number of packs, and of rows.
-        max_data_parallel: steps are balanced for every data-parallel size that divides this.
-        epoch_ends: for each epoch, the number of packs up to its end.
-        row_groups: number of the first pack of each row group.
-        drops: number of dropped source samples by reason.
-        summary: figures for readers; see `energon_packing.offline.planner`.
-    """
-
+    # digest of what the plan holds: rows and their order, the settings that decided them, and the content of the
+    # sources, wherever they are
     id: Name
-    config: Mapping[str, Any]
-    fingerprint: Mapping[str, str]
+    config: Mapping[str, Any]  # the whole `RunConfig` as a mapping
+    fingerprint: Mapping[str, str]  # of the encoder, from the index
+    # what the packs depend on besides the samples: row length, alignment, limits, policy, blend, seed
     decided: Mapping[str, Any]
-    datasets: tuple[IndexedDataset, ...]
-    packs: Count
+    datasets: tuple[IndexedDataset, ...]  # the sources, with the identity of every shard
+    packs: Count  # packs, samples: number of packs, and of rows
     samples: Count
-    max_data_parallel: Count
-    epoch_ends: tuple[Count, ...]
-    row_groups: tuple[Count, ...]
-    drops: Mapping[str, int] = field(default_factory=dict)
+    max_data_parallel: Count  # steps are balanced for every data-parallel size that divides this
+    epoch_ends: tuple[Count, ...]  # for each epoch, the number of packs up to its end
+    row_groups: tuple[Count, ...]  # number of the first pack of each row group
+    drops: Mapping[str, int] = field(default_factory=dict)  # number of dropped source samples by reason
+    # figures for readers; see `energon_packing.offline.planner`
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -98,27 +98,16 @@ def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OrderedPacks:
-    """All packs of a plan in their global order.
+    """All packs of a plan in their global order."""
 
-    Attributes:
-        order: ``[rows]`` rows of `Samples`, one pack after another.
-        offsets: ``[packs + 1]`` int64.
-        epoch_ends: for each epoch, the number of packs up to its end.
-        costs: ``[packs]`` int64, of vision and language together.
-        vision: ``[packs]`` int64, of vision alone.
-        of_samples: ``[N, 2]`` int64, vision and language of each of `Samples`.
-        bound: packs that no packer can do without, over all epochs.
-        blend: what was packed.
-    """
-
-    order: np.ndarray
-    offsets: np.ndarray
-    epoch_ends: tuple[int, ...]
-    costs: np.ndarray
-    vision: np.ndarray
-    of_samples: np.ndarray
-    bound: int
-    blend: Blend
+    order: np.ndarray  # ``[rows]`` rows of `Samples`, one pack after another
+    offsets: np.ndarray  # ``[packs + 1]`` int64
+    epoch_ends: tuple[int, ...]  # for each epoch, the number of packs up to its end
+    costs: np.ndarray  # ``[packs]`` int64, of vision and language together
+    vision: np.ndarray  # ``[packs]`` int64, of vision alone
+    of_samples: np.ndarray  # ``[N, 2]`` int64, vision and language of each of `Samples`
+    bound: int  # packs that no packer can do without, over all epochs
+    blend: Blend  # what was packed
 
 
 def ordered_packs(

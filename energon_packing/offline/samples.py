@@ -27,25 +27,17 @@ AnyLimits = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of N samples.
+    """Sizes of N samples."""
 
-    Attributes:
-        length: ``[N]`` int32, tokens; of the chosen answer of a preference pair.
-        second: ``[N]`` int32, tokens of the rejected answer, 0 if the sample is no pair.
-        images: ``[N]`` int32, tiles counted one by one.
-        patches: ``[N]`` int64, rows of vision input.
-        text_tokens: ``[N]`` int32, of clips, whose ``length`` is their patches; None for conversations.
-        height, width: ``[N]`` int64, see `shape_of`; None where no limit counts them.
-        patch_squares, window_squares, visual: ``[N]`` int64, see `squares_of`; None where no cost counts them.
-    """
-
-    length: np.ndarray
-    second: np.ndarray
-    images: np.ndarray
-    patches: np.ndarray
+    length: np.ndarray  # ``[N]`` int32, tokens; of the chosen answer of a preference pair
+    second: np.ndarray  # ``[N]`` int32, tokens of the rejected answer, 0 if the sample is no pair
+    images: np.ndarray  # ``[N]`` int32, tiles counted one by one
+    patches: np.ndarray  # ``[N]`` int64, rows of vision input
+    # ``[N]`` int32, of clips, whose ``length`` is their patches; None for conversations
     text_tokens: np.ndarray | None = None
-    height: np.ndarray | None = None
+    height: np.ndarray | None = None  # height, width: ``[N]`` int64, see `shape_of`; None where no limit counts them
     width: np.ndarray | None = None
+    # patch_squares, window_squares, visual: ``[N]`` int64, see `squares_of`; None where no cost counts them
     patch_squares: np.ndarray | None = None
     window_squares: np.ndarray | None = None
     visual: np.ndarray | None = None
@@ -93,21 +85,14 @@ def holds(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sources:
-    """Data sets in order. A *source* is a row of their shards' files, numbered from 0 through all of them.
+    """Data sets in order. A *source* is a row of their shards' files, numbered from 0 through all of them."""
 
-    Attributes:
-        datasets: of all indexes.
-        indexes: the index of each of them; the fingerprints are equal.
-        starts: ``[shards + 1]`` int64: the first source of each shard of all data sets, and the number of sources.
-        dataset: ``[shards]`` int16, the data set of each shard.
-        shard: ``[shards]`` int32, the number of each shard in its data set.
-    """
-
-    datasets: tuple[IndexedDataset, ...]
-    indexes: tuple[Index, ...]
+    datasets: tuple[IndexedDataset, ...]  # of all indexes
+    indexes: tuple[Index, ...]  # the index of each of them; the fingerprints are equal
+    # ``[shards + 1]`` int64: the first source of each shard of all data sets, and the number of sources
     starts: np.ndarray
-    dataset: np.ndarray
-    shard: np.ndarray
+    dataset: np.ndarray  # ``[shards]`` int16, the data set of each shard
+    shard: np.ndarray  # ``[shards]`` int32, the number of each shard in its data set
 
     @classmethod
     def open(cls, directories: Sequence[str | Path], config: AnyRun, splits: Collection[str] = ()) -> "Sources":
@@ -220,20 +205,13 @@ _Kept = tuple[int, int, Size]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """A sample, or a piece of one, that is in no pack.
+    """A sample, or a piece of one, that is in no pack."""
 
-    Attributes:
-        source: its number in `Sources`.
-        key: of the sample; of a piece, ``KEY#PIECE``.
-        reason, detail: as in the ledger of an online run.
-        setting: the setting that dropped it; None if it is dropped under every setting of a plan.
-    """
-
-    source: int
-    key: str
-    reason: str
+    source: int  # its number in `Sources`
+    key: str  # of the sample; of a piece, ``KEY#PIECE``
+    reason: str  # reason, detail: as in the ledger of an online run
     detail: str
-    setting: str | None = None
+    setting: str | None = None  # the setting that dropped it; None if it is dropped under every setting of a plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

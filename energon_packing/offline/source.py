@@ -253,23 +253,15 @@ class ShardIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
-    """A directory of shards whose records are conversations or clips, and the directory of their media.
+    """A directory of shards whose records are conversations or clips, and the directory of their media."""
 
-    Attributes:
-        path: that the user named; absolute, or an address. `root` and `media_root` may be addresses, too.
-        root: directory of the shards.
-        media_root: directory of the shards with the media; `root` itself for a monolithic data set.
-        shards: names of the part's tars, in order.
-        weight, repetitions: that a metadataset gives it, see `Leaf`.
-    """
-
-    path: str
+    path: str  # that the user named; absolute, or an address. `root` and `media_root` may be addresses, too
     split: str
-    root: str
-    media_root: str
-    shards: tuple[str, ...]
+    root: str  # directory of the shards
+    media_root: str  # directory of the shards with the media; `root` itself for a monolithic data set
+    shards: tuple[str, ...]  # names of the part's tars, in order
     subflavors: Mapping[str, Any] = field(default_factory=dict)
-    weight: float | None = None
+    weight: float | None = None  # weight, repetitions: that a metadataset gives it, see `Leaf`
     repetitions: float | None = None
 
     def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> Any:

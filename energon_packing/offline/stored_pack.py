@@ -195,47 +195,28 @@ def _decoded_weights(arrays: Mapping[str, np.ndarray], physical: np.ndarray) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSample:
-    """A sample of a pack.
+    """A sample of a pack."""
 
-    Attributes:
-        key: as the online loader knows it.
-        dataset: number in `PlanFacts.datasets`.
-        segments: rows that it has in the pack: 1, or 2 for a preference pair; 0 if it was dropped.
-        cost, vision_cost: as in `Pack`.
-        changes: how it differs from its record.
-        media: of each segment; empty if nothing has to be rendered.
-        files: that rendering reads.
-        dropped: reason and detail if it could not be decoded when the pack was stored.
-        modality: of its record, for counting; empty in directories of an older release.
-    """
-
-    key: str
-    dataset: int
-    segments: int = 1
-    cost: int = 0
+    key: str  # as the online loader knows it
+    dataset: int  # number in `PlanFacts.datasets`
+    segments: int = 1  # rows that it has in the pack: 1, or 2 for a preference pair; 0 if it was dropped
+    cost: int = 0  # cost, vision_cost: as in `Pack`
     vision_cost: int = 0
-    changes: tuple[tuple[str, str], ...] = ()
-    media: tuple[StoredMedia, ...] = ()
-    files: tuple[MediaFile, ...] = ()
-    dropped: tuple[str, str] | None = None
-    modality: str = ""
+    changes: tuple[tuple[str, str], ...] = ()  # how it differs from its record
+    media: tuple[StoredMedia, ...] = ()  # of each segment; empty if nothing has to be rendered
+    files: tuple[MediaFile, ...] = ()  # that rendering reads
+    dropped: tuple[str, str] | None = None  # reason and detail if it could not be decoded when the pack was stored
+    modality: str = ""  # of its record, for counting; empty in directories of an older release
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPack:
-    """A pack.
+    """A pack."""
 
-    Attributes:
-        samples: in the order of the plan.
-        order: the samples that are in the row, in the order of the row, as positions in ``samples``.
-        finished: which of the two forms it has.
-        batch: the row; None if no sample is in it.
-    """
-
-    samples: tuple[StoredSample, ...]
-    order: tuple[int, ...]
-    finished: bool
-    batch: PackedBatch | None
+    samples: tuple[StoredSample, ...]  # in the order of the plan
+    order: tuple[int, ...]  # the samples that are in the row, in the order of the row, as positions in ``samples``
+    finished: bool  # which of the two forms it has
+    batch: PackedBatch | None  # the row; None if no sample is in it
 
     def sizes(self) -> list[tuple[int, ...]]:
         """Tokens of each segment of the samples of ``order``; see `PlannedSample.sizes`."""

@@ -25,42 +25,34 @@ from energon_packing.sample_kind import KINDS
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StatsSamples:
-    """Sizes of N usable samples, and why the others were dropped.
-
-    Attributes:
-        total: samples of the data, dropped ones included; of a plan, those of the data sets that it reads.
-        measured: how many of them were looked at; less than ``total`` if they were drawn at random.
-        dataset: ``[N]`` int64, the data set of each sample.
-        place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
-        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
-            `SampleKind.more_columns` of its kind.
-        drops: for each data set, the dropped samples by reason.
-        counts: ``[data sets]`` int64, samples of each, dropped ones and those not measured included; empty for a plan.
-        mix: ``[data sets]`` float64, how many samples of each an epoch has, by weights or repetitions of a metadataset;
-            None where there are none. Where there are weights, an epoch is as many samples as there are.
-        remeasure: measures some of the N samples again, by ascending number, as a run does; None for a plan.
-        pair_counts: of the ``measured`` samples; nothing where nobody counted.
-        planned: figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget
-            counts them; None otherwise.
-        family: `VisionFamily.name` of the encoder that measured; empty for clips.
-    """
+    """Sizes of N usable samples, and why the others were dropped."""
 
     path: str
     kind: Literal["data set", "index", "plan"]
-    total: int
-    measured: int
+    total: int  # samples of the data, dropped ones included; of a plan, those of the data sets that it reads
+    measured: int  # how many of them were looked at; less than ``total`` if they were drawn at random
     datasets: tuple[str, ...]
-    dataset: np.ndarray
+    dataset: np.ndarray  # ``[N]`` int64, the data set of each sample
+    # name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the `SampleKind.more_columns` of
+    # its kind
     columns: Mapping[str, np.ndarray]
-    drops: tuple[Mapping[str, int], ...] = ()
+    drops: tuple[Mapping[str, int], ...] = ()  # for each data set, the dropped samples by reason
+    # ``[N]`` int64, its place there, dropped ones counted; empty for a plan
     place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    # ``[data sets]`` int64, samples of each, dropped ones and those not measured included; empty for a plan
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    # ``[data sets]`` float64, how many samples of each an epoch has, by weights or repetitions of a metadataset; None
+    # where there are none. Where there are weights, an epoch is as many samples as there are
     mix: np.ndarray | None = None
+    # measures some of the N samples again, by ascending number, as a run does; None for a plan
     remeasure: Callable[[RunConfig, np.ndarray], Sequence[Remeasured]] | None = None
+    # of the ``measured`` samples; nothing where nobody counted
     pair_counts: PairCounts = field(default_factory=PairCounts)
+    # figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget counts
+    # them; None otherwise
     planned: Mapping[str, float] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
-    family: str = ""
+    family: str = ""  # `VisionFamily.name` of the encoder that measured; empty for clips
 
     @property
     def tokens(self) -> np.ndarray:

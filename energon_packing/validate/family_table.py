@@ -12,32 +12,21 @@ from functools import partial
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyLine:
-    """One family from one version of Megatron-Bridge on, until a later line of the same family.
+    """One family from one version of Megatron-Bridge on, until a later line of the same family."""
 
-    Attributes:
-        name: for people.
-        prefix: start of the normalised family name, see `RunView.family`; the longest match counts;
-            that of ``name`` if none is given.
-        since: first two numbers of the version.
-        packed: whether the family keeps the samples of a packed row apart.
-        context_parallel: whether packed rows may be sliced over ranks; False where ``packed`` is.
-        why: what is wrong where one of the two is False, as a clause.
-        processors: classes of transformers that make the family's inputs; empty if they are not known.
-        source: file below ``megatron/bridge``.
-        holds: texts that the file contains.
-        lacks: texts that it does not contain.
-    """
-
-    name: str
+    name: str  # for people
+    # start of the normalised family name, see `RunView.family`; the longest match counts; that of ``name`` if none is
+    # given
     prefix: str = ""
-    since: tuple[int, int] = (0, 6)
-    packed: bool = True
-    context_parallel: bool = True
-    why: str = ""
+    since: tuple[int, int] = (0, 6)  # first two numbers of the version
+    packed: bool = True  # whether the family keeps the samples of a packed row apart
+    context_parallel: bool = True  # whether packed rows may be sliced over ranks; False where ``packed`` is
+    why: str = ""  # what is wrong where one of the two is False, as a clause
+    # classes of transformers that make the family's inputs; empty if they are not known
     processors: tuple[str, ...] = ()
-    source: str
-    holds: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
+    source: str  # file below ``megatron/bridge``
+    holds: tuple[str, ...] = ()  # texts that the file contains
+    lacks: tuple[str, ...] = ()  # texts that it does not contain
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", self.prefix or "".join(filter(str.isalnum, self.name.lower())))

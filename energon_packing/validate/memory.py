@@ -21,23 +21,14 @@ KNOWN = ("GPTModelProvider", HUGGING_FACE_TOWER, "Qwen3VLModelProvider", "Qwen3V
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on the fullest GPU. CUDA's context, buffers of NCCL, workspaces and fragmentation come on top.
+    """Bytes on the fullest GPU. CUDA's context, buffers of NCCL, workspaces and fragmentation come on top."""
 
-    Attributes:
-        weights: frozen ones too.
-        gradients: of the trained weights.
-        optimizer: master copies and moments, as the distributed optimizer spreads them.
-        language: activations of the language model, of all micro-batches in flight; tokens are even over experts.
-        vision: pixels and activations of the vision encoder, for packs as full of images as they may be.
-        loss: the last norm and the logits, or what a recomputed layer keeps for a moment, whichever is larger.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    language: int
-    vision: int
-    loss: int
+    weights: int  # frozen ones too
+    gradients: int  # of the trained weights
+    optimizer: int  # master copies and moments, as the distributed optimizer spreads them
+    language: int  # activations of the language model, of all micro-batches in flight; tokens are even over experts
+    vision: int  # pixels and activations of the vision encoder, for packs as full of images as they may be
+    loss: int  # the last norm and the logits, or what a recomputed layer keeps for a moment, whichever is larger
 
     @property
     def parts(self) -> dict[str, int]:

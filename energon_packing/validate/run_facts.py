@@ -74,45 +74,29 @@ LARGEST_JSON = 256 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFacts:
-    """Ids that a tokenizer produces, or that a model takes.
+    """Ids that a tokenizer produces, or that a model takes."""
 
-    Attributes:
-        size: upper bound of the ids, exclusive: the tokenizer's largest id plus one, or the rows of the model's
-            embedding; None if unknown.
-        placeholders: a name of `PLACEHOLDERS` -> id of that token.
-        geometry: a name of `GEOMETRY` -> pixels, frames or patches; those that are stated.
-        processor: class of a processor; None if unknown, and for models.
-    """
-
+    # upper bound of the ids, exclusive: the tokenizer's largest id plus one, or the rows of the model's embedding; None
+    # if unknown
     size: int | None = None
-    placeholders: Mapping[str, int] = field(default_factory=dict)
+    placeholders: Mapping[str, int] = field(default_factory=dict)  # a name of `PLACEHOLDERS` -> id of that token
+    # a name of `GEOMETRY` -> pixels, frames or patches; those that are stated
     geometry: Mapping[str, int] = field(default_factory=dict)
-    processor: str | None = None
+    processor: str | None = None  # class of a processor; None if unknown, and for models
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Results of measuring part of the data set. Lengths are tokens, padded to the alignment multiple.
+    """Results of measuring part of the data set. Lengths are tokens, padded to the alignment multiple."""
 
-    Attributes:
-        samples: of the whole split.
-        measured: samples of the part.
-        dropped: samples of the part that the encoder dropped, including those longer than a row.
-        too_long: samples of the part that are longer than a row.
-        longest: length of the longest sample of the part, without padding.
-        mean: mean length of the samples that are kept.
-        fill: real tokens over row tokens if the part is packed with the run's settings.
-        packs: number of rows if the part is packed.
-    """
-
-    samples: int
-    measured: int
-    dropped: int
-    too_long: int
-    longest: int
-    mean: float
-    fill: float
-    packs: int
+    samples: int  # of the whole split
+    measured: int  # samples of the part
+    dropped: int  # samples of the part that the encoder dropped, including those longer than a row
+    too_long: int  # samples of the part that are longer than a row
+    longest: int  # length of the longest sample of the part, without padding
+    mean: float  # mean length of the samples that are kept
+    fill: float  # real tokens over row tokens if the part is packed with the run's settings
+    packs: int  # number of rows if the part is packed
 
     @property
     def packs_per_epoch(self) -> int:

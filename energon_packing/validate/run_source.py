@@ -51,43 +51,27 @@ PLACES_IN_BRIDGE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReads:
-    """What one run names on this machine: its data set, processor, chat template and ledger.
+    """What one run names on this machine: its data set, processor, chat template and ledger."""
 
-    Attributes:
-        config: its sections ``data``, ``encoder`` and ``packing`` are read; None where ``unread`` or ``problem`` says
-            why.
-        places: setting of our YAML -> its name in the run.
-        other_splits: parts of the data set for evaluation: setting -> part.
-        validation_path: the data set that has these parts; empty where the training's has them.
-        encoder: ``module:class`` that measures and renders the samples in place of ours.
-        unread: why the run names nothing to look at.
-        problem: why the names cannot be determined; the run would stop for the same reason.
-    """
-
+    # its sections ``data``, ``encoder`` and ``packing`` are read; None where ``unread`` or ``problem`` says why
     config: RunConfig | None = None
-    places: Mapping[str, str] = field(default_factory=lambda: PLACES)
+    places: Mapping[str, str] = field(default_factory=lambda: PLACES)  # setting of our YAML -> its name in the run
+    # parts of the data set for evaluation: setting -> part
     other_splits: Mapping[str, str] = field(default_factory=dict)
-    validation_path: str = ""
-    encoder: str = ""
-    unread: str = ""
-    problem: str = ""
+    validation_path: str = ""  # the data set that has these parts; empty where the training's has them
+    encoder: str = ""  # ``module:class`` that measures and renders the samples in place of ours
+    unread: str = ""  # why the run names nothing to look at
+    problem: str = ""  # why the names cannot be determined; the run would stop for the same reason
 
 
 @dataclass(kw_only=True)
 class RunSource(ABC):
-    """One thing that describes a run.
+    """One thing that describes a run."""
 
-    Attributes:
-        name: as the user gave it.
-        kind: of the source, in words.
-        world_size: GPUs; None takes the smallest number that holds one replica.
-        data: measurements of the data set, once `measure` made them.
-    """
-
-    name: str
-    kind: str
-    world_size: int | None = None
-    data: DataFacts | None = field(default=None, repr=False)
+    name: str  # as the user gave it
+    kind: str  # of the source, in words
+    world_size: int | None = None  # GPUs; None takes the smallest number that holds one replica
+    data: DataFacts | None = field(default=None, repr=False)  # measurements of the data set, once `measure` made them
 
     @abstractmethod
     def view(self) -> RunView:

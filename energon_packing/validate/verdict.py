@@ -96,19 +96,12 @@ def import_bridge(*, placeholders: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BridgeVerdict:
-    """The verdict of the installed Bridge.
+    """The verdict of the installed Bridge."""
 
-    Attributes:
-        version: of megatron-bridge; None if it is not installed.
-        accepted: None if Bridge could not be asked.
-        message: why it rejects, or why it could not be asked.
-        rule: our rule for the rejection; None if it is about something else.
-    """
-
-    version: str | None
-    accepted: bool | None
-    message: str = ""
-    rule: Rule | None = None
+    version: str | None  # of megatron-bridge; None if it is not installed
+    accepted: bool | None  # None if Bridge could not be asked
+    message: str = ""  # why it rejects, or why it could not be asked
+    rule: Rule | None = None  # our rule for the rejection; None if it is about something else
 
 
 def bridge_verdict(view: RunView) -> BridgeVerdict:

@@ -27,31 +27,20 @@ _LISTS = ("blend", "blend_epochized", "join", "datasets")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """A directory of shards that a run reads.
+    """A directory of shards that a run reads."""
 
-    Attributes:
-        path: of the directory, or an address with ``://``.
-        named_in: the metadataset that refers to it; empty for ``data.path`` itself.
-        split_config, dataset_config: names of its files in ``.nv-meta``.
-        aux: auxiliary data sets, name -> directory or address, as Energon takes it.
-        subflavors: added by the references to those of the directory.
-        joined: whether samples combine several such directories.
-        weight: share of the directory in the whole, where a ``blend`` mixes it in.
-        repetitions: how often an epoch has each of its samples, where a ``blend_epochized`` says so.
-        subset: whether only a part of its samples is read (``subset`` of a reference).
-    """
-
-    path: str
+    path: str  # of the directory, or an address with ``://``
     split: str
-    named_in: str = ""
-    split_config: str = "split.yaml"
+    named_in: str = ""  # the metadataset that refers to it; empty for ``data.path`` itself
+    split_config: str = "split.yaml"  # split_config, dataset_config: names of its files in ``.nv-meta``
     dataset_config: str = "dataset.yaml"
+    # auxiliary data sets, name -> directory or address, as Energon takes it
     aux: Mapping[str, str] = field(default_factory=dict)
-    subflavors: Mapping[str, Any] = field(default_factory=dict)
-    joined: bool = False
-    weight: float | None = None
-    repetitions: float | None = None
-    subset: bool = False
+    subflavors: Mapping[str, Any] = field(default_factory=dict)  # added by the references to those of the directory
+    joined: bool = False  # whether samples combine several such directories
+    weight: float | None = None  # share of the directory in the whole, where a ``blend`` mixes it in
+    repetitions: float | None = None  # how often an epoch has each of its samples, where a ``blend_epochized`` says so
+    subset: bool = False  # whether only a part of its samples is read (``subset`` of a reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,34 +198,23 @@ _COPY = "copy the shards there, or convert again"
 
 @dataclass(kw_only=True, slots=True)
 class Inspected:
-    """What was found in one directory.
+    """What was found in one directory."""
 
-    Attributes:
-        samples: of the part that the run reads.
-        names: of its shards, in order.
-        media: whether media metadata of its media store name anything; None where there is no table of them.
-        subflavors: of its samples, with those of the references.
-    """
-
-    samples: int = 0
-    names: tuple[str, ...] = ()
+    samples: int = 0  # of the part that the run reads
+    names: tuple[str, ...] = ()  # of its shards, in order
+    # whether media metadata of its media store name anything; None where there is no table of them
     media: bool | None = None
-    subflavors: dict[str, Any] = field(default_factory=dict)
+    subflavors: dict[str, Any] = field(default_factory=dict)  # of its samples, with those of the references
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataLooks:
-    """The results of the looks at a data set.
+    """The results of the looks at a data set."""
 
-    Attributes:
-        looks: in the order of `LOOKS`.
-        readable: leaves of the training split without a flaw, with the results for each.
-        whole: whether these are all leaves of the split: none is broken or on another machine.
-    """
-
-    looks: list[Look]
+    looks: list[Look]  # in the order of `LOOKS`
+    # leaves of the training split without a flaw, with the results for each
     readable: list[tuple[Leaf, Inspected]] = field(default_factory=list)
-    whole: bool = False
+    whole: bool = False  # whether these are all leaves of the split: none is broken or on another machine
 
 
 def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mapping[str, str]) -> DataLooks:

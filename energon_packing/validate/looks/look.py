@@ -18,25 +18,15 @@ class RefusedSample:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One look.
+    """One look."""
 
-    Attributes:
-        id: stable name for people and machines, one of `LOOKS`.
-        at: the setting and its value, such as ``data.path: out/data``.
-        outcome: an ``error`` makes the run impossible or wrong.
-        why: one sentence of what was found, or of why nothing was looked at.
-        fix: what to change; empty where nothing is wrong.
-        samples: conversations that were measured; of the look at samples only.
-        refused: those among them that the run would drop.
-    """
-
-    id: str
-    at: str
-    outcome: LookOutcome
-    why: str
-    fix: str = ""
-    samples: int = 0
-    refused: tuple[RefusedSample, ...] = ()
+    id: str  # stable name for people and machines, one of `LOOKS`
+    at: str  # the setting and its value, such as ``data.path: out/data``
+    outcome: LookOutcome  # an ``error`` makes the run impossible or wrong
+    why: str  # one sentence of what was found, or of why nothing was looked at
+    fix: str = ""  # what to change; empty where nothing is wrong
+    samples: int = 0  # conversations that were measured; of the look at samples only
+    refused: tuple[RefusedSample, ...] = ()  # those among them that the run would drop
 
 
 LOOKS = {

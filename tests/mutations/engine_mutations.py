@@ -260,7 +260,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/task_encoder.py",
-                "padding=self.limits.padding([samples[at].measured for at in held]),",
+                "padding=self.limits.padding([sample.measured for sample in held]),",
                 "padding=None,",
             ),
         ),

@@ -40,8 +40,7 @@ from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
 from energon_packing.validate.recipes import view_of
 from energon_packing.validate.rules.rule import violations
 
-PAD_TO_MULTIPLE_OF = 128
-"""Bridge's default multiple for the width of single-sample rows."""
+PAD_TO_MULTIPLE_OF = 128  # Bridge's default multiple for the width of single-sample rows
 PAD_TOKEN = 0
 """Bridge's in-batch packer and padding use this token whatever the tokenizer's pad token is; every vocabulary has
 it."""
@@ -290,10 +289,8 @@ for _class in (PackedEnergonDatasetConfig, *provider.SECTIONS.values()):
 
 
 def _enforce_rules(container: ConfigContainer) -> None:
-    """Enforces every rule of severity error, as ``energon-packing validate`` does.
-
-    Bridge's ``validate()`` applies several of its rules to its own data set classes only, and has none of the others.
-    """
+    """Enforces every rule of severity error, as ``energon-packing validate`` does. Bridge's ``validate()`` applies
+    several of its rules to its own data set classes only, and has none of the others."""
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
         if judgement.finding is not None:
             raise ConfigError(f"{judgement.finding.why}; {judgement.finding.fix} (rule {judgement.rule.id}).")

@@ -55,16 +55,12 @@ def to_bridge(batch: Any) -> dict[str, Any]:
 
 
 class BridgePackIterator:
-    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save.
+    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save. ``form`` turns each batch into
+    what Bridge's steps read; ``metrics`` counts each, on the rank that writes them for its replica.
 
     ``checkpointing`` calls `save_state` on the first tensor-, context- and pipeline-parallel rank, which is the one
     that reads, and `restore_state` on every rank. With virtual pipeline stages Bridge itself hands each model chunk the
-    same batches (``make_data_iterator_list``), so a rank has one iterator and one state.
-
-    Args:
-        form: turns each batch into what Bridge's steps read.
-        metrics: counts each batch, on the rank that writes them for its replica.
-    """
+    same batches (``make_data_iterator_list``), so a rank has one iterator and one state."""
 
     def __init__(
         self,
@@ -160,14 +156,9 @@ SECTIONS: dict[str, type] = {}
 
 
 def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__) -> Any:
-    """Returns a mutable dataclass with the fields and defaults of ``config``, nested ones included.
-
-    It has slots, so that setting a misspelt field raises at once.
-
-    Args:
-        left_out: fields that are set elsewhere.
-        module: that holds the class under its name; other modules than this one assign it themselves.
-    """
+    """Returns a mutable dataclass with the fields and defaults of ``config``, nested ones included, but for those that
+    are set elsewhere (``left_out``). It has slots, so that setting a misspelt field raises at once. ``module`` holds
+    the class under its name; other modules than this one assign it themselves."""
     name = config.__name__.removesuffix("Config") + "Section"
     hints = typing.get_type_hints(config)
     entries: list[tuple[str, Any, Any]] = []
@@ -198,15 +189,9 @@ for _name in {*SECTIONS, "MetricsSection"}:
 
 
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
-    """Returns the frozen twin of a section (or of a mapping of its fields), validated.
-
-    Args:
-        where: its name in the run's configuration, for messages.
-        others: the fields that the section leaves out.
-
-    Raises:
-        ConfigError: no section, an unknown field, a wrong type, or a value that the class refuses.
-    """
+    """Returns the frozen twin of a section (or of a mapping of its fields), validated; ``others`` are the fields that
+    it leaves out, and ``where`` is its name in the run's configuration. Raises ConfigError: no section, an unknown
+    field, a wrong type, or a value that the class refuses."""
     a_section = dataclasses.is_dataclass(section) and not isinstance(section, type)
     values = dataclasses.asdict(section) if a_section else section
     if not isinstance(values, Mapping):
@@ -215,23 +200,18 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     return from_mapping(config, {**values, **others}, where=where)
 
 
-FILE = "train_dataloader_dprank{:03d}.pt"
-"""As Bridge's checkpoints name the state of a rank."""
+FILE = "train_dataloader_dprank{:03d}.pt"  # as Bridge's checkpoints name the state of a rank
 STATES = "step_"
 """Start of the name of a step's folder of states; that of Bridge, and of older checkpoints, is ``iter_``."""
-MISSING_STATE = "missing_state"
-"""Of ``data.accept_changed``: a run that continues may begin its data anew."""
-_FRAMES = 60
-"""Calls between Bridge's ``setup`` and a data set, at most."""
+MISSING_STATE = "missing_state"  # of ``data.accept_changed``: a run that continues may begin its data anew
+_FRAMES = 60  # calls between Bridge's ``setup`` and a data set, at most
 
 
 def container_under_validation() -> ConfigContainer | None:
     """Returns the ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
-
     ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
     where both are visible before any GPU is taken. It serves the rules; the layout is read later, see
-    `PackProvider.follow`.
-    """
+    `PackProvider.follow`."""
     selves = (variables.get("self") for variables in _callers(9))
     return next((container for container in selves if isinstance(container, ConfigContainer)), None)
 
@@ -243,11 +223,8 @@ def _callers(most: int) -> list[Mapping[str, Any]]:
 
 def step_and_manager() -> tuple[int, Any] | None:
     """Returns the step from which Bridge's ``setup`` is about to continue, and its checkpoint manager, which may be
-    None; None if no ``setup`` is calling.
-
-    A data set is told neither, so both are read from the callers' variables ``train_state`` and ``checkpoint_manager``,
-    which a test looks up in the sources of Bridge.
-    """
+    None; None if no ``setup`` is calling. A data set is told neither, so both are read from the callers' variables
+    ``train_state`` and ``checkpoint_manager``, which a test looks up in the sources of Bridge."""
     step: int | None = None
     for variables in _callers(_FRAMES):
         of_state = getattr(variables.get("train_state"), "step", None)
@@ -259,18 +236,10 @@ def step_and_manager() -> tuple[int, Any] | None:
 
 
 def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
-    """Returns the state of the training loader at the iteration that the run continues from; None if the run begins,
-    or may begin its data anew.
-
-    Args:
-        dataset: its ``dataloader_load`` names the folder of the states, if it is set.
-        resumed: what `step_and_manager` returned.
-        rank: whose file is read: the data-parallel rank, or the first of a plan.
-        accepted: ``data.accept_changed``.
-
-    Raises:
-        ConfigError: the run continues, and there is no state, or it is damaged.
-    """
+    """Returns the state of the training loader at the iteration that the run continues from, by what `step_and_manager`
+    returned; None if the run begins, or may begin its data anew (``accepted``: ``data.accept_changed``). The file of
+    ``rank`` is read: the data-parallel rank, or the first of a plan. Raises ConfigError: the run continues, and there
+    is no state, or it is damaged."""
     if resumed is None or not resumed[0]:
         return None
     step, manager = resumed
@@ -307,18 +276,14 @@ def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, acc
 
 @dataclass(kw_only=True)
 class PackProvider(DatasetProvider):
-    """An Energon data set whose packs Bridge trains on, one per micro-batch.
-
-    Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
-    ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here and in the
-    subclass, all others in the subclass's sections.
-    """
+    """An Energon data set whose packs Bridge trains on, one per micro-batch. Mutable, because Bridge and Hydra override
+    fields of a recipe's configuration. `finalize`, which ``ConfigContainer.validate()`` calls, validates everything.
+    The fields that Bridge reads are here and in the subclass, all others in the subclass's sections."""
 
     path: str = ""
     """Data set that ``energon-packing convert`` wrote, another prepared Energon data set, or a plan that
     ``energon-packing plan`` made (docs/offline.md)."""
-    micro_batch_size: int = 1
-    """Rows per micro-batch: 1 for packed data, as in Bridge."""
+    micro_batch_size: int = 1  # rows per micro-batch: 1 for packed data, as in Bridge
     dataloader_type: Literal["external"] | None = "external"
     """Bridge passes the iterator through, and saves and restores its state."""
 
@@ -326,21 +291,18 @@ class PackProvider(DatasetProvider):
     """Data set or plan of the validation; empty takes ``path``, which a plan of the training split cannot be."""
     validation_split: str = "val"
     do_validation: bool = True
-    num_val_workers: int | None = None
-    """Loader processes for validation; None takes ``num_workers``."""
+    num_val_workers: int | None = None  # loader processes for validation; None takes ``num_workers``
 
     readers: Literal["one", "every"] = "one"
     """``one``: one rank of a replica (its tensor-, context- and pipeline-parallel ranks) reads, decodes and passes its
     packs on. ``every``: each rank reads for itself, which saves the transfer and costs decoding on every rank; the
     packs are compared between ranks, and the first difference stops the run."""
-    compare_every: int = 1
-    """With ``readers="every"``: interval of the comparison, in packs."""
+    compare_every: int = 1  # with ``readers="every"``: interval of the comparison, in packs
 
     metrics: Any = field(default_factory=MetricsSection)
     """What the run writes about its packs. The fields of `energon_packing.config.run.MetricsConfig`."""
 
-    _run = None
-    """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""
+    _run = None  # the ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting
 
     _evaluation_groups = None
     """Process groups of an evaluation with another layout, see `evaluate_on`; not a setting either."""
@@ -438,21 +400,15 @@ class PackProvider(DatasetProvider):
 
     def evaluate_on(self, groups: Any) -> None:
         """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
-
         Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
         which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
-        on every rank.
-        """
+        on every rank."""
         self._evaluation_groups = groups
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
         """Returns the endless training and validation iterators of this rank; a collective call, as in Bridge's
-        ``setup``. Ranks of one replica get the same packs, and so does each evaluation.
-
-        Raises:
-            UserError: no data set at ``path``, a missing split, an unusable processor, or a run that continues without
-                its loader's state.
-        """
+        ``setup``. Ranks of one replica get the same packs, and so does each evaluation. Raises UserError: no data set
+        at ``path``, a missing split, an unusable processor, or a run that continues without its loader's state."""
         config = self.run_config(self.parallel_config(context.pg_collection))
         config = replace(config, data=config.data.beside(getattr(self._run, "model", None)))
         train = validation = None
@@ -529,10 +485,8 @@ def check_types(dataset: Any) -> None:
 
 
 def refuse_unknown_names(dataset: Any) -> None:
-    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
-
-    Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
-    """
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section. Other
+    attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings)."""
     known: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(dataset)}
     for name in (name for name in set(vars(dataset)) - {*known} if not name.startswith("_")):
         for section, made in known.items():

@@ -73,7 +73,10 @@ def forward_step(
         return step(state, data_iterator, model, return_schedule_plan)
     batch = next(data_iterator)
     packed = batch.get("cu_seqlens_q") is not None
-    _refuse_another_model(inner, batch, state.cfg.dataset)
+    dataset, media = state.cfg.dataset, batch.get("visual_inputs")
+    if media is not None and hasattr(dataset, "run_config"):  # of ours; Bridge leaves fields out in silence
+        fields = [name for name in media.as_model_kwargs() if name in batch]
+        refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
     if packed and return_schedule_plan and not _forwards_batches_whole(step):
         why = "but Bridge's schedule plan ignores the boundaries of packed rows"
         fix = "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
@@ -81,7 +84,9 @@ def forward_step(
     with contextlib.ExitStack() as added:
         if packed:
             added.callback(log_kernel)
-            added.enter_context(_declared_packed(state.cfg.dataset))
+            names = ("enable_offline_packing", "enable_in_batch_packing")
+            if not any(getattr(dataset, name, False) for name in names):  # `gpt_step` sees packed rows during the call
+                added.enter_context(mock.patch.object(dataset, names[0], True, create=True))
             mask = batch.get("padding_mask") if experts_read_masks(inner) else None
             if mask is not None:
                 _refuse_graphs(model, step)
@@ -102,11 +107,9 @@ _log_once = functools.cache(logging.getLogger(__name__).info)
 
 
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
-    """Whether any segment of a packed row is shorter than its place, by its boundaries (int32).
-
-    Boundaries on a device are not waited for: two tensors count as padding there, which is correct for every row and
-    slower than necessary for one without padding.
-    """
+    """Whether any segment of a packed row is shorter than its place, by its boundaries (int32). Boundaries on a device
+    are not waited for: two tensors count as padding there, which is correct for every row and slower than necessary for
+    one without padding."""
     real, physical = batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
     if physical is None or physical is real:
         return False
@@ -114,15 +117,9 @@ def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
 
 
 def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence_parallel: bool) -> torch.Tensor:
-    """Returns the part of a row's padding mask whose tokens a rank's layers hold.
-
-    Args:
-        mask: ``[1, T]`` bool, True where the token is padding.
-        groups: the ``ProcessGroupCollection`` of the model.
-
-    Returns:
-        ``[1, T / CP]``, or ``[1, T / (CP * TP)]`` with sequence parallelism; bool.
-    """
+    """Returns the part of a row's padding mask (bool ``[1, T]``, True where the token is padding) whose tokens a rank's
+    layers hold: ``[1, T / CP]``, or with sequence parallelism ``[1, T / (CP * TP)]``. ``groups`` is the model's
+    ``ProcessGroupCollection``."""
     cp, tp = groups.cp, groups.tp
     if cp.size() > 1:
         part = {"cp_size": cp.size(), "cp_rank": cp.rank(), "cp_group": cp}
@@ -133,25 +130,10 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
     return mask.contiguous()
 
 
-def _refuse_another_model(inner: Any, batch: Mapping[str, Any], dataset: Any) -> None:
-    """Refuses a model whose forward does not take the family's fields per token; Bridge leaves them out in silence."""
-    if batch.get("visual_inputs") is not None and hasattr(dataset, "run_config"):  # a data set of ours
-        fields = [name for name in batch["visual_inputs"].as_model_kwargs() if name in batch]
-        refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
-
-
 def _forwards_batches_whole(step: Any) -> bool:
     """Whether a Bridge step passes boundaries and mask to models and schedule plans: gpt_step of 0.7."""
     view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
-
-
-def _declared_packed(dataset: Any) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``gpt_step`` see rows as packed for the duration of the call."""
-    names = ("enable_offline_packing", "enable_in_batch_packing")
-    if any(getattr(dataset, name, False) for name in names):
-        return contextlib.nullcontext()
-    return mock.patch.object(dataset, names[0], True, create=True)
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:

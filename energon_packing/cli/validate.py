@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, trust_option
+from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, settable, trust_option
 from energon_packing.cli.terminal import answer, cell, counted, say, starting, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
@@ -21,8 +21,7 @@ from energon_packing.validate.run_view import RunView
 from energon_packing.validate.verdict import BridgeVerdict
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "not looked at": "yellow", "note": "cyan"}
-_SHOWN = 3
-"""Refused samples of a look that the table lists; JSON lists all."""
+_SHOWN = 3  # refused samples of a look that the table lists; JSON lists all
 
 _EXAMPLES = """
 Examples:
@@ -47,13 +46,7 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("given", metavar="RUN", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--set",
-    "overrides",
-    metavar="SECTION.KEY=VALUE",
-    multiple=True,
-    help="Change a value; may be repeated. For a Bridge configuration a Hydra override.",
-)
+@settable(help="Change a value; may be repeated. For a Bridge configuration a Hydra override.")
 @click.option(
     "--world-size",
     metavar="N",
@@ -242,8 +235,7 @@ _SIZES = (
     *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
     *("sequence_parallel", "eval_context_parallel", "data_parallel"),
 )
-FILL = 0.99
-"""Share of a row that online packing fills, where the data set was not measured."""
+FILL = 0.99  # share of a row that online packing fills, where the data set was not measured
 
 
 def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:

@@ -320,16 +320,12 @@ class DataConfig:
 
 
 def group_name(subflavors: Mapping[str, Any] | None) -> str:
-    """Returns the group of a data set, which never shares a pack with another group; empty if it names none.
-
-    It is ``group`` in the ``subflavors`` of a data set in a blend::
+    """Returns the group of a data set, which never shares a pack with another group; empty if it names none. Raises
+    ConfigError: the group is no name. It is ``group`` in the ``subflavors`` of a data set in a blend::
 
         blend:
           - {weight: 3, path: chats, subflavors: {group: text}}
           - {weight: 1, path: charts, subflavors: {group: charts}}
-
-    Raises:
-        ConfigError: the group is no name.
     """
     group = (subflavors or {}).get("group", "")
     if not isinstance(group, str | int | None) or isinstance(group, bool):
@@ -366,9 +362,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
 
 def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
     """Returns the plain values of a configuration file with the overrides applied, and the file's name for messages.
-
-    Raises: as `load_config`, except for keys and types, which `from_mapping` checks.
-    """
+    Raises: as `load_config`, except for keys and types, which `from_mapping` checks."""
     import yaml
 
     values: Any = {}

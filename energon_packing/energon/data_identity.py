@@ -25,10 +25,8 @@ from energon_packing.errors import is_machines
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
-_OPENERS = 32
-"""Threads that open shards, most of whose time is a wait for the storage."""
-_AT_ONCE = 100
-"""Shards that one of them opens in a row."""
+_OPENERS = 32  # threads that open shards, most of whose time is a wait for the storage
+_AT_ONCE = 100  # shards that one of them opens in a row
 _TOLD: ContextVar[Mapping[str, str] | None] = ContextVar("told", default=None)
 _CONFIGS = (".yaml", ".yml", ".json")
 _LINES = ".jsonl"
@@ -109,10 +107,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _child(parent: Any, named: str) -> Any:
-    """The prepared data set, metadataset or JSON Lines that a text of a metadataset names; None if it names none.
-
-    Any text counts, so no way to name a data set (blends, joins, auxiliary data sets) can be forgotten.
-    """
+    """The prepared data set, metadataset or JSON Lines that a text of a metadataset names; None if it names none. Any
+    text counts, so no way to name a data set (blends, joins, auxiliary data sets) can be forgotten."""
     if not named or len(named) > 4096 or "\n" in named or "\0" in named:
         return None
     try:

@@ -22,8 +22,7 @@ from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import NothingToPack
 
-_NOBODY = 1 << 30
-"""In place of the number of a rank."""
+_NOBODY = 1 << 30  # in place of the number of a rank
 
 Agree = Callable[[int, Literal["min", "max"]], int]
 """Returns the minimum or maximum over all ranks of a non-negative integer; all ranks call it equally often."""
@@ -31,9 +30,8 @@ Agree = Callable[[int, Literal["min", "max"]], int]
 
 @dataclass(kw_only=True, slots=True)
 class EpochReport:
-    """Counts of one epoch of one rank; of an epoch that was resumed, since then.
-
-    At the end of a finite epoch, ``read == emitted + len(dropped_keys) + dropped.total()``."""
+    """Counts of one epoch of one rank; of an epoch that was resumed, since then. At the end of a finite epoch, ``read
+    == emitted + len(dropped_keys) + dropped.total()``."""
 
     packs: int = 0
     padding_packs: int = 0
@@ -74,15 +72,9 @@ def even_packs(
     rank: int,
     resumed: bool = False,
 ) -> Iterator[Pack]:
-    """Yields one epoch of one rank, with as many packs as every other rank emits.
-
-    Args:
-        packs: of this rank; their ``worker`` and ``ahead`` tell how many more are certain to come.
-        resumed: whether the epoch began before a saved state, so that it may have no packs left.
-
-    Raises:
-        NothingToPack: no rank would emit a pack, because one has none (``drop``) or all have none; on all ranks.
-    """
+    """Yields one epoch of one rank, with as many packs as every other rank emits. ``packs`` are this rank's; their
+    ``worker`` and ``ahead`` tell how many more are certain to come. An epoch that is ``resumed`` may have none left.
+    Raises NothingToPack: no rank would emit a pack, because one has none (``drop``) or all have none; on all ranks."""
     ahead: dict[int, int] = {}
     pack = next(packs, None)
     while True:

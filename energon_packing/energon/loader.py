@@ -209,9 +209,10 @@ class LoaderBase(ABC):
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; before the first, what was restored, or the beginning."""
 
-    @abstractmethod
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since."""
+        state = self.save_state()
+        return lambda: state
 
     @abstractmethod
     def restore_state(self, state: Any) -> None:
@@ -298,8 +299,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 STATE_FORMAT = "energon_packing loader 3"
-LATE_SECONDS = 300.0
-"""How long a rank that has not begun to tell what it drops counts as one that reads as much."""
+LATE_SECONDS = 300.0  # how long a rank that has not begun to tell what it drops counts as one that reads as much
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
@@ -408,14 +408,11 @@ class PackLoader(LoaderBase):
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
-        """See `LoaderBase.state_later`.
-
-        Asking every worker for its state takes until each has finished a pack, so this is left to the moment that a
-        state is needed. Workers keep their checkpoints of the packs that may have been read until then.
-        """
+        """See `LoaderBase.state_later`. Asking every worker for its state takes until each has finished a pack, so this
+        is left to the moment that a state is needed. Workers keep their checkpoints of the packs that may have been
+        read until then."""
         if self._loader.num_workers == 0 or not self._started:
-            state = self.save_state()
-            return lambda: state
+            return super().state_later()
         # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
         then = copy.copy(self._loader)
         then._worker_sample_counters = list(self._loader._worker_sample_counters)
@@ -473,11 +470,9 @@ class _WholePacks(SavableDatasetWrapper[Any]):
 
 
 def _state_of_rank(loader: Any, patience: float) -> Any:
-    """What Energon's ``save_state_rank`` returns once all workers have begun.
-
-    A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
-    thread that answers before it stores the worker's first state.
-    """
+    """What Energon's ``save_state_rank`` returns once all workers have begun. A worker answers before that without a
+    state, and with one pack more to skip than there is: Energon starts the thread that answers before it stores the
+    worker's first state."""
     until = time.monotonic() + _BEGUN_SECONDS + patience
     while True:
         state = loader.save_state_rank()

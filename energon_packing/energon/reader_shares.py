@@ -47,22 +47,16 @@ from energon_packing.energon.internals import (
 from energon_packing.errors import UserError, is_machines, read_again
 from energon_packing.packing.online import LEAST
 
-LONGEST = 128
-"""Samples of a chunk at most: reading is in order within a chunk, and a tar is opened for each."""
+LONGEST = 128  # samples of a chunk at most: reading is in order within a chunk, and a tar is opened for each
 CHUNKS = 256
 """Chunks per reader at least, where there are as many samples: a hundredth of its share is then two or three."""
-MOST_CHUNKS = 4096
-"""Chunks per reader at most; those of an epoch that are not read yet are part of every state."""
-ROWS = 8
-"""Chunks per reader in a block. More would balance known sizes better, and unknown ones worse."""
-MOST_SIZED = 1 << 23
-"""Samples whose sizes are read at most; the mean of so many needs no help."""
+MOST_CHUNKS = 4096  # chunks per reader at most; those of an epoch that are not read yet are part of every state
+ROWS = 8  # chunks per reader in a block. More would balance known sizes better, and unknown ones worse
+MOST_SIZED = 1 << 23  # samples whose sizes are read at most; the mean of so many needs no help
 MOST_OPENED = 2048
 """Shards whose index is opened for the sizes at most; on each reader this takes 20 microseconds for a local one."""
-MOST_READ = 1 << 28
-"""Bytes of shards that are read for the sizes at most, which takes each reader a second or two."""
-TOKEN_BYTES = 4
-"""Text of a record for one token, about."""
+MOST_READ = 1 << 28  # bytes of shards that are read for the sizes at most, which takes each reader a second or two
+TOKEN_BYTES = 4  # text of a record for one token, about
 MediaTokens = Callable[[Sequence[Media]], int]
 _MEDIUM_STARTS = b'{"kind": "'
 _MEDIUM = re.compile(rb'(\{"kind": "(?:image|video)", )"name": "(?:[^"\\]|\\.)*", ([^{}]*\})')
@@ -110,16 +104,14 @@ def deal(
     held: np.ndarray | None = None,
     number: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Deals consecutive samples to readers in chunks.
+    """Deals consecutive samples to readers in chunks. Returns ``[M + 1]`` int64, where each chunk begins, and ``[M]``
+    int64, its reader. A chunk may be empty.
 
     Args:
         sizes: ``[samples]``, what each counts; None counts them alike.
         longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
         held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
             is added. Else many small data sets would all give their last samples to the same readers.
-
-    Returns:
-        ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
     """
     each = max(samples // readers, 1)
     rows = min(max(each // min(max(each // CHUNKS, 1), longest), 1), MOST_CHUNKS)
@@ -147,10 +139,9 @@ def deal_samples(
     dataset: SavableDataset[Any], worker_config: WorkerConfig, media_tokens: MediaTokens | None = None
 ) -> None:
     """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon. ``media_tokens``
-    are those of the media of one sample; None counts them as nothing.
-
-    With one reader in all, Energon's own slices stay. Raises UserError: a data set that repeats without end has no
-    samples; or a fraction of one that is repeated cannot be had by so many readers."""
+    are those of the media of one sample; None counts them as nothing. With one reader in all, Energon's own slices
+    stay. Raises UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated
+    cannot be had by so many readers."""
     sources = list(_sources(dataset))
     readers = max(worker_config.num_workers, 1) * worker_config.world_size
     for each in sources:

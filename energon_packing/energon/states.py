@@ -66,8 +66,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 }
 """Entries that differ because another one does; who accepts that one accepts these."""
 
-READERS = ("ranks", "workers")
-"""Entries that nobody can accept as changed: Energon's states hold one part per reader."""
+READERS = ("ranks", "workers")  # entries that nobody can accept as changed: Energon's states hold one part per reader
 
 _NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
 _NEWER |= before(EncoderConfig) | {
@@ -89,19 +88,10 @@ def settings_of(section: str, config: Any) -> dict[str, str]:
 def check_fingerprint(
     saved: Any, own: Mapping[str, Any], accepted: Sequence[str] = (), *, where: str = "The saved loader state"
 ) -> list[str]:
-    """Compares the settings of a saved state with those of this run.
-
-    Args:
-        accepted: names that may differ (``data.accept_changed``); a section stands for all its settings, and
-            ``data set`` for all data sets of a blend.
-
-    Returns:
-        A line with both values for each accepted difference.
-
-    Raises:
-        ConfigError: a setting differs; the message names the first one, with both values. Or one was accepted whose
-            change leaves nothing to restore.
-    """
+    """Compares the settings of a saved state with those of this run; names that are ``accepted``
+    (``data.accept_changed``) may differ: a section stands for all its settings, and ``data set`` for all data sets of a
+    blend. Returns a line with both values for each accepted difference. Raises ConfigError: a setting differs; the
+    message names the first one, with both values. Or one was accepted whose change leaves nothing to restore."""
     if not isinstance(saved, Mapping):
         raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
     refuse(

@@ -14,15 +14,10 @@ from energon_packing.offline.plan import Plan, PlannedPack, read_drops
 
 
 def explanation(plan: Plan, key: str) -> dict[str, Any]:
-    """Everything that a plan and its drops say about a key, of a source sample or ``KEY#PIECE``.
-
-    Returns:
-        ``key``; ``packed``: for each occurrence its pack, epoch, place in the pack, tokens, source, the other samples
-            of the pack and the tokens of the whole pack; ``dropped``: entries of the plan's drops.
-
-    Raises:
-        UserError: nothing is known about the key.
-    """
+    """Everything that a plan and its drops say about a key, of a source sample or ``KEY#PIECE``. Returns ``key``;
+    ``packed``: for each occurrence its pack, epoch, place in the pack, tokens, source, the other samples of the pack
+    and the tokens of the whole pack; ``dropped``: entries of the plan's drops. Raises UserError: nothing is known about
+    the key."""
     whole, separator, piece = key.rpartition("#")
     source = whole if separator and piece.isdecimal() else key
     keys = pa.array(sorted({key, source}), pa.string())
@@ -69,8 +64,7 @@ def _occurrences(plan: Plan, pack: PlannedPack, key: str) -> list[dict[str, Any]
     ]
 
 
-SHOWN = 10
-"""Samples of each kind that are named."""
+SHOWN = 10  # samples of each kind that are named
 
 
 def changes(before: Plan, after: Plan) -> dict[str, Any]:
@@ -172,12 +166,7 @@ def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | N
 
 
 def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
-    old, new = (
-        {**plan.facts.decided, **{f"encoder: {name}": value for name, value in plan.facts.fingerprint.items()}}
-        for plan in (before, after)
-    )
-    return {
-        name: {"before": old.get(name), "after": new.get(name)}
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
+    facts = (before.facts, after.facts)
+    old, new = ({**each.decided, **{f"encoder: {name}": it for name, it in each.fingerprint.items()}} for each in facts)
+    differ = (name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name))
+    return {name: {"before": old.get(name), "after": new.get(name)} for name in differ}

@@ -142,10 +142,6 @@ class PlannedLoader(LoaderBase):
         state |= {"batch": batch} if (batch := self._batch(self._taken)) else {}
         return state | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
 
-    def state_later(self) -> Callable[[], Any]:
-        state = self.save_state()
-        return lambda: state
-
     def restore_state(self, state: Any) -> None:
         """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
         ConfigError: it is not the state of a plan, or of another plan."""
@@ -236,7 +232,8 @@ def loader_of(
     evaluation: int | None = None,
     **reading: Any,
 ) -> PlannedLoader:
-    """The loader of the packs of a plan; its states fit every other loader of this plan.
+    """The loader of the packs of a plan; its states fit every other loader of this plan. Raises ConfigError: as
+    `check_plan`.
 
     Args:
         packs_of: the packs for an encoder and a rank, whatever they are read from.
@@ -245,9 +242,6 @@ def loader_of(
         rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
             ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
         evaluation: as for `PlannedLoader`.
-
-    Raises:
-        ConfigError: as `check_plan`.
     """
     kind = kind_of_config(config)
     if plan.facts.kind != kind.name:

@@ -82,21 +82,13 @@ def open_together(
     split: str | None = None,
     **arguments: Any,
 ) -> LoaderBase | None:
-    """The loader of this rank, if it reads; a collective call of all ranks, of which all have one or all refuse.
+    """The loader of this rank, if it `reads`, as `opened` opens it; a collective call of all ranks, of which all have
+    one or all refuse. Other arguments: see `open_loader`.
 
     What all must know of the data set is read once, and so are the packs of an evaluation: rank 0 opens its loader
     first, and no reader measures the split again. The ranks compare what their loaders must have the same: settings,
-    data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software.
-
-    Args:
-        opened: opens a loader, as `open_loader`.
-        reads: whether this rank reads.
-        split, arguments: as for `open_loader`.
-
-    Raises:
-        ConfigError: a rank differs; the message names it, and both values.
-        UserError: a rank cannot open its loader; all raise what it says.
-    """
+    data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software. Raises ConfigError: a rank
+    differs; the message names it, and both values; UserError: a rank cannot open its loader; all raise what it says."""
     path, part = config.data.path, split or config.data.split
     if split is not None:
         arguments["split"] = split
@@ -128,17 +120,9 @@ def open_together(
 
 
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:
-    """Compares a plan, or a packed directory, with what a run has still to read of it.
-
-    Args:
-        path: ``data.path``.
-        state: of the reader, at which the run continues (`OneReader.save_state`); None begins the plan. Where it has no
-            position, its restoring says what is wrong with it.
-        packs: that the run has still to read, over all ranks.
-
-    Raises:
-        UserError: the plan ends before, in the middle of a data set.
-    """
+    """Compares a plan, or a packed directory, at ``data.path`` with the `packs` that a run has still to read, over all
+    ranks. `state` is the reader's (`OneReader.save_state`); None begins the plan, and where it has no position, its
+    restoring says what is wrong with it. Raises UserError: the plan ends before, in the middle of a data set."""
     source = {"position": 0} if state is None else state.get("source") if isinstance(state, dict) else None
     position = source.get("position") if isinstance(source, dict) else None
     if not isinstance(position, int):
@@ -181,15 +165,9 @@ class EndlessPacks:
 def open_packs(
     config: Any, replica: Replica, *, every: bool = False, **what: Any
 ) -> tuple[EndlessPacks | None, PackMetrics | None]:
-    """Opens a rank's loader, as a collective call of all ranks.
-
-    Args:
-        every: each rank of a replica reads for itself, in place of one for all.
-        what: see `open_together`.
-
-    Returns:
-        Its packs, on a rank that reads; and what counts them, on the rank that does so for its replica.
-    """
+    """Opens a rank's loader with the arguments of `open_together`, as a collective call of all ranks; with `every`,
+    each rank of a replica reads for itself, in place of one for all. Returns its packs, on a rank that reads; and what
+    counts them, on the rank that does so for its replica."""
     loader = open_together(config, replica, reads=replica.is_reader or every, **what)
     if loader is None:
         return None, None
@@ -202,10 +180,8 @@ def open_packs(
 
 
 def packs_of_steps(steps: int, samples: int, ranks: int) -> int:
-    """Returns the packs that all ranks read in some steps of so many samples.
-
-    Trainers may round a step down to what the ranks divide (``decrease_batch_size_if_needed``).
-    """
+    """Returns the packs that all ranks read in some steps of so many samples. Trainers may round a step down to what
+    the ranks divide (``decrease_batch_size_if_needed``)."""
     return max(steps, 0) * (samples // ranks) * ranks
 
 
@@ -232,20 +208,13 @@ def open_pass(config: AnyRun, *, must_end: bool = False, **arguments: Any) -> Lo
 
 
 class EvaluationPacks(PositionedPacks):
-    """The packs of an evaluation.
+    """The packs of an evaluation; `identity` is the same if they are of the same places. Raises UserError: no sample of
+    the split can be packed; DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
 
     Args:
         build: opens the data set of packs for a reader that shares it with nobody; is told whether data sets repeat.
-        encoder: the task encoder of that data set.
         most: packs of an evaluation; fewer are made where the data end before.
         places: of the packs, as another rank has measured them; if the list is empty, what is measured is added.
-
-    Attributes:
-        identity: the same if the packs are of the same places.
-
-    Raises:
-        UserError: no sample of the split can be packed.
-        DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
     """
 
     def __init__(
@@ -287,10 +256,8 @@ class EvaluationPacks(PositionedPacks):
 
 def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any]]:
     """For each pack, the restore keys of its samples, and of those before them that no pack has; what is dropped after
-    the last pack makes one without samples.
-
-    The budget of drops holds as in training; a blend that comes again has no other end if nothing of it can be packed.
-    """
+    the last pack makes one without samples. The budget of drops holds as in training; a blend that comes again has no
+    other end if nothing of it can be packed."""
     packing = encoder.packing
     ledger = Ledger(None, budget=packing.drop_budget, name="", most_pending=packing.max_drops_without_pack)
     ledger.tells = False  # an evaluation does
@@ -349,9 +316,10 @@ def evaluation_loader(
     places: list[list[Any]] | None = None,
     **models: Any,
 ) -> PlannedLoader:
-    """The loader of an evaluation on the data set at ``data.path``.
-
-    A metadataset without weights is gone through once; one whose ``blend`` has weights has no end, and its mix.
+    """The loader of an evaluation on the data set at ``data.path``. A metadataset without weights is gone through once;
+    one whose ``blend`` has weights has no end, and its mix. Raises UserError: there is no data set at ``data.path``, it
+    lacks the split, or no sample of it can be packed; DropBudgetExceeded: as `EvaluationPacks`; ConfigError: the
+    processor or a size cannot be used.
 
     Args:
         packs: of one evaluation, over all ranks.
@@ -359,11 +327,6 @@ def evaluation_loader(
             `energon_packing.energon.loader.build_loader`.
         places: see `EvaluationPacks`; plain values, so that one rank can tell the others.
         models: of `SampleKind.task_encoder`.
-
-    Raises:
-        UserError: there is no data set at ``data.path``, it lacks the split, or no sample of it can be packed.
-        DropBudgetExceeded: as `EvaluationPacks`.
-        ConfigError: the processor or a size cannot be used.
     """
     workers = config.data.workers if workers is None else workers
     data = replace(config.data, split=split or config.data.split, workers=0)

@@ -19,7 +19,7 @@ from energon_packing.config.setting import before
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.work import Progress
-from energon_packing.offline.files import remove_leftovers, unwritable
+from energon_packing.offline.files import remove_leftovers, writing
 from energon_packing.offline.loader import check_plan
 from energon_packing.offline.packed import Media, PackedFacts, Store
 from energon_packing.offline.packs import PlannedPacks
@@ -29,14 +29,10 @@ from energon_packing.registry import Registry
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import KINDS
 
-SHARD_PACKS = 1000
-"""Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
-AT_ONCE = 64
-"""Packs whose rows of the plan are read together."""
-SHARD_BYTES = 1 << 30
-"""Expected bytes of a shard at most, unless a single pack has more."""
-TOKEN_BYTES = 5
-"""Of a text token, with its share of the header; those of media need up to 12 more for their positions."""
+SHARD_PACKS = 1000  # packs of a shard at most, by default: of 32,768 text tokens, some 140 MB
+AT_ONCE = 64  # packs whose rows of the plan are read together
+SHARD_BYTES = 1 << 30  # expected bytes of a shard at most, unless a single pack has more
+TOKEN_BYTES = 5  # of a text token, with its share of the header; those of media need up to 12 more for their positions
 PIXEL_BYTES = 3072
 """Of a token of a sample with media: most such tokens are visual, and stand for 4 patches of 3 x 16 x 16 bytes."""
 
@@ -233,11 +229,9 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
     plan = Plan.open(config.plan.absolute())
     config = replace(config, plan=plan.path, out=config.out.absolute())
     form = PACK_FORMATS.find(config.format)(plan, run_of_plan(plan), config)
-    try:
+    with writing(config.out, "pack"):
         form.prepare()
         remove_leftovers(config.out)
-    except OSError as error:
-        raise unwritable(config.out, error, "pack") from error
     shared = work_shared(
         config,
         [PackTask(number) for number in range(len(form.firsts))],

@@ -173,8 +173,7 @@ def _packed_epoch(
     return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
 
 
-ALL = 1 << 30
-"""No sample is divided into so many pieces."""
+ALL = 1 << 30  # no sample is divided into so many pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,8 +315,7 @@ _CONTENT = pa.schema(
     {"key": pa.large_string(), "offset": pa.int64(), "size": pa.int32(), "media": pa.large_list(_FILE)}
 )
 """What a row of the plan has from its source, with offsets of 64 bits, which take longer."""
-LARGEST_NARROW = 1 << 30
-"""Bytes up to which offsets of 32 bits, which end at 2 GiB of names, are kept."""
+LARGEST_NARROW = 1 << 30  # bytes up to which offsets of 32 bits, which end at 2 GiB of names, are kept
 
 
 def make_plan(
@@ -364,7 +362,8 @@ def make_plan(
     if len(samples) == 0:
         most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
-    blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
+    ends = sources.starts[np.searchsorted(sources.dataset, np.arange(len(sources.datasets)), side="right")]
+    blend = Blend.of(sources.datasets, ends, samples, config.plan)
     told = told_datasets(sources, samples, drops, blend)
     _check_drops(told, drops, blend.shares, sources, config.packing.drop_budget)
     rest = None if left is None else rows_left(left, sources, samples)
@@ -477,14 +476,10 @@ def _facts(
 def plan_id(
     known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray], *, resolved: bool = True
 ) -> str:
-    """The id of a plan. Neither settings on which no pack depends nor where the shards are count: a state of one plan
-    continues with its equal.
-
-    Args:
-        known: the fields of `PlanFacts` that `OF_ID` names.
-        rows: ``[packs + 1]`` int64, where packs begin; of each row its source in `Sources`, piece and sizes.
-        resolved: whether ``plan.datasets`` counts by what it says; in plans of before, its names did.
-    """
+    """The id of a plan, by the fields of `PlanFacts` that `OF_ID` names. Neither settings on which no pack depends nor
+    where the shards are count: a state of one plan continues with its equal. ``rows`` are ``[packs + 1]`` int64, where
+    packs begin, and of each row its source in `Sources`, piece and sizes. In plans of before ``plan.datasets`` was not
+    ``resolved``: its names counted."""
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
     if resolved and not planned["datasets"].keys() <= short:  # of names that change with the place, what they say

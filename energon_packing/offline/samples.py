@@ -21,8 +21,7 @@ from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import SQUARES, ModelCost
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
-AnyLimits = Any
-"""`PackLimits`, or the limits of another kind of sample with the same properties and methods."""
+AnyLimits = Any  # `PackLimits`, or the limits of another kind of sample with the same properties and methods
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,10 +133,6 @@ class Sources:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def dataset_ends(self) -> np.ndarray:
-        """``[data sets]`` int64: for each, the number of sources up to its end."""
-        return self.starts[np.searchsorted(self.dataset, np.arange(len(self.datasets)), side="right")]
-
     def place(self, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Data set int16, shard int32 and row int32 of each source, ``[N]``."""
         number = np.searchsorted(self.starts, sources, side="right") - 1
@@ -199,8 +194,7 @@ for the whole, -> its sizes, or reason and detail if it is dropped."""
 RowsOfShard = tuple[IndexedDataset, IndexedShard, list[int]]
 Remeasure = Callable[[Sequence[RowsOfShard]], Sequence[Sequence[Remeasured]]]
 """Measures rows of some shards again, under the limits of the run; for each shard, one result per row."""
-_Kept = tuple[int, int, Size]
-"""Source, number and sizes of a piece that is packed."""
+_Kept = tuple[int, int, Size]  # source, number and sizes of a piece that is packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,10 +210,8 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Samples:
-    """What can be packed: N samples and pieces, in the order of the sources.
-
-    `source` ``[N]`` int64 is ascending; pieces of one sample share it. `piece` ``[N]`` int16 is -1 for a whole sample.
-    """
+    """What can be packed: N samples and pieces, in the order of the sources. `source` ``[N]`` int64 is ascending;
+    pieces of one sample share it. `piece` ``[N]`` int16 is -1 for a whole sample."""
 
     source: np.ndarray
     piece: np.ndarray
@@ -232,16 +224,9 @@ class Samples:
 def fitting_samples(
     sources: Sources, limits: AnyLimits, config: AnyRun, remeasure: Remeasure | None = None
 ) -> tuple[Samples, list[Drop]]:
-    """Reads the sizes of all samples and keeps those that fit a pack.
-
-    Args:
-        config: its oversize policy, and names for messages.
-        remeasure: for samples that do not fit and that the configuration cuts, splits or resizes.
-
-    Raises:
-        UserError: a sample does not fit under ``oversize: raise`` (names the first), or has to be measured again and
-            there is no `remeasure`.
-    """
+    """Reads the sizes of all samples and keeps those that fit a pack. Those that do not, and that the configuration
+    cuts, splits or resizes, go through `remeasure`. Raises UserError: a sample does not fit under ``oversize: raise``
+    (names the first), or has to be measured again and there is no `remeasure`."""
     sizes, dropped = _read_sizes(sources, limits, kind_of_config(config).cost(config))
     kept = np.ones(len(sources), dtype=bool)
     kept[[drop.source for drop in dropped]] = False

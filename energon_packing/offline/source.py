@@ -37,12 +37,10 @@ from energon_packing.remote_files import (
 from energon_packing.sample_kind import KINDS, kind_of_subflavors
 from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
-MOST_OPEN = 128
-"""Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
+MOST_OPEN = 128  # open tars of one process. Opening one costs some microseconds, so a small number does no harm
 MOST_EXPECTED, MOST_BYTES = 4096, 1 << 28
 """Files, and their bytes, that the kernel is told to read before they are asked for."""
-_NEAR = 1 << 16
-"""Bytes between two pieces that count as following each other."""
+_NEAR = 1 << 16  # bytes between two pieces that count as following each other
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -55,10 +53,8 @@ def inside(root: Path, name: str) -> Path:
 
 
 class _RemotePieces:
-    """Reads pieces of files in object stores; ahead where pieces follow each other, as those of records do.
-
-    A store answers in milliseconds, whether it is asked for a record or for a thousand.
-    """
+    """Reads pieces of files in object stores; ahead where pieces follow each other, as those of records do. A store
+    answers in milliseconds, whether it is asked for a record or for a thousand."""
 
     def __init__(self) -> None:
         self._address = ""
@@ -137,8 +133,7 @@ class TarFiles:
         return self._open[path]
 
 
-RECORD_PART = "json"
-"""Part of a sample that holds its record."""
+RECORD_PART = "json"  # part of a sample that holds its record
 # As Energon divides a member's name into the sample's key and the part: at the first dot of the last component.
 _KEY_AND_PART = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _RECORDS = f"""
@@ -362,10 +357,8 @@ def _looks(path: str, split: str) -> DataLooks:
 
 
 class IndexedMedia(FileStore[bytes]):
-    """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar.
-
-    A name that begins with a dot continues the key of the sample.
-    """
+    """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar. A name
+    that begins with a dot continues the key of the sample."""
 
     def __init__(self, index: ShardIndex, key: str) -> None:
         self._index, self._key = index, key
@@ -389,10 +382,8 @@ class IndexedMedia(FileStore[bytes]):
 
 
 class PositionedMedia(FileStore[bytes]):
-    """Reads media of one sample at positions that are known: name -> tar, offset, bytes.
-
-    `metadata` gives Energon's metadata of a name, for records that lack sizes.
-    """
+    """Reads media of one sample at positions that are known: name -> tar, offset, bytes. `metadata` gives Energon's
+    metadata of a name, for records that lack sizes."""
 
     def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
         self._files, self._positions, self._metadata = files, positions, metadata

@@ -95,11 +95,8 @@ def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any)
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(WorkersConfig):
-    """What to verify.
-
-    `share` of the packs, chosen by `seed`, are made anew from the data sets and compared; at least one is, unless it is
-    0.
-    """
+    """What to verify. `share` of the packs, chosen by `seed`, are made anew from the data sets and compared; at least
+    one is, unless it is 0."""
 
     directory: Path
     share: float = 0.01
@@ -158,11 +155,13 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
     if wrong := _told(check_rows, packed.plan, drops_path(packed.plan.path).exists()):  # `pack` copies what is there
         return VerifyReport(findings=wrong)
     wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
-    entries = packed.facts.shards
+    entries, packs = packed.facts.shards, len(packed.plan)
+    count = min(packs, int(np.ceil(config.share * packs)))
+    remade = np.sort(np.random.default_rng(config.seed).choice(packs, count, replace=False))
     shared = work_shared(
         config,
         entries,
-        ShardVerifier(packed, _chosen(len(packed.plan), config)),
+        ShardVerifier(packed, remade),
         size=lambda entry: entry.packs,
         progress=lambda done, total: progress("verify", done, total),
     )
@@ -236,17 +235,9 @@ def _check_parquet(files: Sequence[Path]) -> None:
         raise UserError(f"{files[0].with_name(METADATA)} is missing; pack again")
 
 
-def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
-    """The packs that are made anew, ascending."""
-    count = min(packs, int(np.ceil(config.share * packs)))
-    return np.sort(np.random.default_rng(config.seed).choice(packs, count, replace=False))
-
-
 class ShardVerifier:
-    """Verifies shards of one directory: a `energon_packing.executors.work.Work`.
-
-    `chosen` are the packs that are made anew, ascending; if there are any, the encoder must still be that of the plan.
-    """
+    """Verifies shards of one directory: a `energon_packing.executors.work.Work`. `chosen` are the packs that are made
+    anew, ascending; if there are any, the encoder must still be that of the plan."""
 
     def __init__(self, packed: Packed, chosen: np.ndarray) -> None:
         self._packed, self._chosen, self._remade = packed, chosen, 0

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 ELISION = "\u2026"
-SHORTEST = 40
-"""Characters that a piece keeps at least; with more pieces than fit, those in the middle are left out."""
+SHORTEST = 40  # characters that a piece keeps at least; with more pieces than fit, those in the middle are left out
 _ACTING = (range(0x80, 0xA0), range(0xD800, 0xE000), range(0x202A, 0x202F), range(0x2066, 0x206A), (0x2028, 0x2029))
 _SIGNS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -32,12 +31,10 @@ def visible(text: str, *, line_break: str = "\u23ce") -> str:
 
 
 def excerpt(pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """Returns about `most` characters of a sample.
-
-    Short pieces are kept whole, and the others share the rest evenly: of trained text the beginning is kept, of other
-    text the end, so that a question is next to its answer. Text in the middle is left out where there are too many
-    pieces; media always stay. Marks of elision are not counted; 0 keeps no text.
-    """
+    """Returns about `most` characters of a sample. Short pieces are kept whole, and the others share the rest evenly:
+    of trained text the beginning is kept, of other text the end, so that a question is next to its answer. Text in the
+    middle is left out where there are too many pieces; media always stay. Marks of elision are not counted; 0 keeps no
+    text."""
     texts = [number for number, piece in enumerate(pieces) if piece.media is None]
     if most == 0:
         return [piece for piece in pieces if piece.media is not None]

@@ -26,10 +26,8 @@ from energon_packing.report.stats_samples import StatsSamples
 from energon_packing.sample_kind import kind_of_config
 from energon_packing.thd.alignment import check_multiple
 
-Z = 1.959964
-"""Half the width of a 95 % interval, in standard errors."""
-FEW = 30
-"""Counts below it say little about how many more there are."""
+Z = 1.959964  # half the width of a 95 % interval, in standard errors
+FEW = 30  # counts below it say little about how many more there are
 SHARE_BINS = 10
 QUANTITIES: Mapping[str, tuple[str, str]] = {
     "tokens": ("Tokens", "tokens per sample"),
@@ -42,27 +40,19 @@ QUANTITIES: Mapping[str, tuple[str, str]] = {
     "patches": ("Patches", "rows of vision input per sample"),
 }
 """What is counted in a sample: its title and its unit."""
-STREAM = 2000
-"""Samples that a replicate draws at most."""
+STREAM = 2000  # samples that a replicate draws at most
 REPLICATES = 24
-SETTLED = 8
-"""So many windows of samples pass before what a window chooses from is what it will be."""
-SHOWN = 1e-4
-"""The last digit that is shown of a share."""
+SETTLED = 8  # so many windows of samples pass before what a window chooses from is what it will be
+SHOWN = 1e-4  # the last digit that is shown of a share
 PLANNED = 1_000_000
 """Samples that are packed at once at most, as a plan does, which takes a microsecond or less for each."""
 LONGEST_ROW = 1 << 20
-NEGLIGIBLE_FILL = 0.002
-"""A window that fills rows by no more than this less than the best is good enough."""
-NEGLIGIBLE_LOSS = 0.005
-"""Share of tokens that recommended rows may lose."""
-PADDED = 4
-"""Samples of a padded micro-batch, with which packed rows are compared."""
-HELPS = 1.05
-"""Packing helps where its rows are that many times as full."""
+NEGLIGIBLE_FILL = 0.002  # a window that fills rows by no more than this less than the best is good enough
+NEGLIGIBLE_LOSS = 0.005  # share of tokens that recommended rows may lose
+PADDED = 4  # samples of a padded micro-batch, with which packed rows are compared
+HELPS = 1.05  # packing helps where its rows are that many times as full
 BALANCE_WINDOW = 64
-BLOCKS = 20
-"""Of so many packs, steps of ranks are simulated."""
+BLOCKS = 20  # of so many packs, steps of ranks are simulated
 WINDOWS = (64, 256, 1024)
 
 
@@ -99,15 +89,11 @@ def stats_report(
 
 
 def statistics(samples: StatsSamples) -> dict[str, Any]:
-    """Describes samples.
-
-    Returns:
-        Plain values. ``pairs``, ``unwanted``: of the measured samples, see `PairCounts`. ``quantities``: for each of
-        `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a ``histogram``; ``modalities`` and
-        ``datasets``: shares of samples and tokens; ``drops``: by reason; ``warnings``: about frequent ones. Where only
-        a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
-        95 % confidence interval; otherwise an error is 0.
-    """
+    """Describes samples. Returns plain values. ``pairs``, ``unwanted``: of the measured samples, see `PairCounts`.
+    ``quantities``: for each of `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a ``histogram``;
+    ``modalities`` and ``datasets``: shares of samples and tokens; ``drops``: by reason; ``warnings``: about frequent
+    ones. Where only a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the
+    width of its 95 % confidence interval; otherwise an error is 0."""
     values = {**samples.columns, "tokens": samples.tokens}
     if "targets" in values:
         values |= {"trained_share": values["targets"] / np.maximum(samples.tokens, 1)}
@@ -307,11 +293,9 @@ def recommendation(
     samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]], ranks: int = 1
 ) -> dict[str, Any]:
     """Settings that suit the samples better than those of the run, each with its reason, from the rows of `packings`,
-    of which the first is the run's own.
-
-    Rows are compared by the share of their tokens that are real and by the tokens that no row has; how much memory a
-    row needs is not known here. Rows that are fuller within their error are no reason.
-    """
+    of which the first is the run's own. Rows are compared by the share of their tokens that are real and by the tokens
+    that no row has; how much memory a row needs is not known here. Rows that are fuller within their error are no
+    reason."""
     rows = [row for row in found if (row["window"], row["multiple"]) == (run.packing.window, run.parallel.multiple)]
     rows = [row for row in rows if row["fill"] > 0]
     if not rows:
@@ -622,16 +606,10 @@ class _Dealt:
 
 
 def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:
-    """Deals a data set to the readers of a run, as the run does.
-
-    Returns:
-        Plain values: ``data_parallel``, ``workers``, and for each of ``datasets`` and for ``all`` of them ``share`` and
-        ``token_share`` of the mix, and the tokens that a reader has in an epoch: ``mean_tokens``, ``least_tokens`` and
-        ``most_tokens``. The last two are None unless all samples were measured.
-
-    Raises:
-        UserError: as `build_dataset` and `source_parts`.
-    """
+    """Deals a data set to the readers of a run, as the run does. Returns plain values: ``data_parallel``, ``workers``,
+    and for each of ``datasets`` and for ``all`` of them ``share`` and ``token_share`` of the mix, and the tokens that a
+    reader has in an epoch: ``mean_tokens``, ``least_tokens`` and ``most_tokens``. The last two are None unless all
+    samples were measured. Raises UserError: as `build_dataset` and `source_parts`."""
     from energon_packing.energon.loader import build_dataset
     from energon_packing.energon.reader_shares import dealt_shares
     from energon_packing.offline.source import source_parts

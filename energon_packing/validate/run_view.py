@@ -29,8 +29,7 @@ COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "moc
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
-BOTH_WAYS = ("gemma3vl",)
-"""Starts of families whose tokens of an image see each other, see `VisionFamily.causal`."""
+BOTH_WAYS = ("gemma3vl",)  # starts of families whose tokens of an image see each other, see `VisionFamily.causal`
 
 OLD_NAMES = {
     "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
@@ -41,14 +40,10 @@ OLD_NAMES = {
 
 
 def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
-    """A field of the view, with the places where sources state it; a path that ends in a dot goes on with its name.
-
-    Args:
-        default: where a source does not state it.
-        bridge: path in a ``ConfigContainer``; ``final`` is the model's provider after its ``finalize()``.
-        ours: path in a `RunConfig`.
-        argument: of Megatron-LM; True where it has Bridge's name.
-    """
+    """A field of the view: its default where a source does not state it, and the places where sources do: its path in a
+    ``ConfigContainer`` (``final`` is the model's provider after its ``finalize()``) and in a `RunConfig`, and its
+    argument of Megatron-LM (True where it has Bridge's name). A path that ends in a dot goes on with the field's
+    name."""
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
 
 
@@ -62,9 +57,7 @@ def place_of(field: dataclasses.Field[Any], kind: Literal["bridge", "ours", "arg
 
 def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
     """Returns the fields of the view that a run states in the places that `RunView` declares for this kind of source.
-
-    Paths begin with attributes of ``source``.
-    """
+    Paths begin with attributes of ``source``."""
     fields = {}
     for entry in dataclasses.fields(RunView):
         path = place_of(entry, kind)
@@ -78,18 +71,14 @@ def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
     """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs if rows are packed).
-
     Fields have Bridge's names if Bridge has them. None means that the source does not state the value; a rule that
-    needs it then does not apply.
-    """
+    needs it then does not apply."""
 
     dataset_kind: DatasetKind = "packed_energon"
-    source: Literal["bridge", "ours", "argument"] = "ours"
-    """What states the run; findings name its keys."""
+    source: Literal["bridge", "ours", "argument"] = "ours"  # what states the run; findings name its keys
     unknown_settings: tuple[tuple[str, str], ...] = ()
     """Attributes of a ``ConfigContainer`` that nothing reads, each with its new name, a near one, or nothing."""
-    step: str | None = at(None, ours="training.")
-    """Forward step by function or module name."""
+    step: str | None = at(None, ours="training.")  # forward step by function or module name
 
     # How GPUs share the model and its rows.
     tensor_parallel: int = at(1, bridge="model.tensor_model_parallel_size", ours="parallel.", argument=True)
@@ -126,8 +115,7 @@ class RunView:
     model_seq_length: int = at(4096, bridge="model.seq_length", ours="training.", argument=True)
     packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.")
     pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.", ours="packing.")
-    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")
-    """Of our rows, see `pads_between`."""
+    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")  # of our rows, see `pads_between`
     pad_to_max_length: bool = at(False, ours="packing.")
     pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
     """Multiple to which packs that Bridge prepares offline pad each sample."""
@@ -166,16 +154,13 @@ class RunView:
     vision_cuda_graph_impl: str = at("none", bridge="model.")
 
     # The model, and the kernels that compute it.
-    model: str | None = at(None, ours="training.")
-    """Model family, as `family` normalises it."""
+    model: str | None = at(None, ours="training.")  # model family, as `family` normalises it
     is_gpt: bool = True
     """Whether the model is one of Megatron-Core's GPTs, alone or below an encoder, as far as its class tells."""
-    noncausal: bool = False
-    """Whether tokens attend to later ones."""
+    noncausal: bool = False  # whether tokens attend to later ones
     num_layers: int | None = at(None, bridge="model.", argument=True)
     head_dim: int | None = None
-    value_dim: int | None = None
-    """Channels of a head's values where they are not those of its keys (MLA)."""
+    value_dim: int | None = None  # channels of a head's values where they are not those of its keys (MLA)
     num_attention_heads: int | None = at(None, bridge="model.")
     num_query_groups: int | None = at(None, bridge="model.")
     window_size: tuple[int, ...] | int | None = at(None, bridge="model.")
@@ -185,12 +170,9 @@ class RunView:
     attention_backend: str | None = at(None, bridge="model.attention_backend.name", argument="--attention-backend")
     attention_backend_set: object = at(None, bridge="model.attention_backend")
     """As it is set: Megatron-Core ignores a text, because it compares with members of an enumeration."""
-    kernel_variables: tuple[tuple[str, str], ...] = ()
-    """Those of this environment that are not 1, with their values."""
-    machine: Machine | None = None
-    """The GPUs that kernels are judged for."""
-    fp8_recipe: str | None = None
-    """None if the model computes without fp8."""
+    kernel_variables: tuple[tuple[str, str], ...] = ()  # those of this environment that are not 1, with their values
+    machine: Machine | None = None  # the GPUs that kernels are judged for
+    fp8_recipe: str | None = None  # None if the model computes without fp8
     fp8_dot_product_attention: bool = at(False, bridge="model.")
     tp_comm_overlap: bool = at(False, argument="--tp-comm-overlap")
     recompute_granularity: str | None = at(None, bridge="model.", argument=True)
@@ -198,12 +180,10 @@ class RunView:
     recompute_num_layers: int | None = at(None, bridge="model.", argument=True)
     dummy_image: bool = at(False, bridge="dataset.packing.", ours="packing.")
     """Whether every pack of ours shows the model an image."""
-    vision_frozen: bool = False
-    """Whether all encoders of images and sounds, and their projections, are frozen."""
+    vision_frozen: bool = False  # whether all encoders of images and sounds, and their projections, are frozen
     deepstack_layers: tuple[int, ...] = at((), bridge="model.vision_config.deepstack_visual_indexes")
     """Layers of the vision encoder, from 0, whose features go into the language model."""
-    memory: Memory | None = None
-    """On the fullest GPU."""
+    memory: Memory | None = None  # on the fullest GPU
     gpu_memory: int = 80 * GB
     """Bytes of one GPU. Cards of 80 GB have some 85, which leaves room for what `Memory` does not count."""
     has_weights: bool | None = None
@@ -227,8 +207,7 @@ class RunView:
     overlap_moe_expert_parallel_comm: bool = at(False, argument="--overlap-moe-expert-parallel-comm")
 
     # How the data is read, and for how long.
-    task_encoder: str | None = None
-    """Class of the settings of Bridge's task encoder."""
+    task_encoder: str | None = None  # class of the settings of Bridge's task encoder
     num_epochs: int | None = at(None, bridge="train.")
     train_iters: int | None = at(None, bridge="train.")
     lr_decay_style: str | None = at(None, bridge="scheduler.")
@@ -247,8 +226,7 @@ class RunView:
     # Facts from files and measurements, and installed versions.
     model_tokens: TokenFacts | None = None
     processor_tokens: TokenFacts | None = None
-    data: DataFacts | None = None
-    """Measurements of the data set."""
+    data: DataFacts | None = None  # measurements of the data set
     megatron_core_version: str | None = None
     bridge_version: str | None = None
 
@@ -345,11 +323,10 @@ class RunView:
 
     @property
     def as_wide_as_its_samples(self) -> bool:
-        """Whether a collator joins the samples of a micro-batch into a row without a fixed width.
-
-        Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
-        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the setting.
-        """
+        """Whether a collator joins the samples of a micro-batch into a row without a fixed width. Bridge's
+        ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
+        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the
+        setting."""
         elsewhere = self.enable_offline_packing or self.defer_in_batch_packing_to_step
         own_packer = self.dataset_kind != "packed_energon" and self.family.startswith("nemotronomni")
         return self.enable_in_batch_packing and not elsewhere and not own_packer
@@ -386,19 +363,15 @@ class RunView:
 
     @property
     def bridge_release(self) -> tuple[int, int]:
-        """First two numbers of the installed Bridge's version; without one 0.6, whose rules are stricter.
-
-        A pre-release counts as the release: the development branch calls itself 0.7.0.
-        """
+        """First two numbers of the installed Bridge's version; without one 0.6, whose rules are stricter. A pre-release
+        counts as the release: the development branch calls itself 0.7.0."""
         numbers = re.match(r"(\d+)\.(\d+)", self.bridge_version or "")
         return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 
     @property
     def goes_through_gpt_step(self) -> bool:
-        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because it is a text model.
-
-        Without a name, and with our step, the model decides (`energon_packing.bridge.step`).
-        """
+        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because it is a text model. Without a
+        name, and with our step, the model decides (`energon_packing.bridge.step`)."""
         if self.step is not None and "energon_packing.bridge.step" not in self.step:
             return self.step.endswith("gpt_step")
         return not self.sees_or_hears
@@ -463,10 +436,8 @@ class RunView:
     @property
     def model_forces_sequence_parallel(self) -> bool:
         """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever the setting.
-
         ``Qwen3VLMoEModelProvider.finalize`` of ``megatron/bridge/models/qwen_vl/qwen3_vl_provider.py``, 0.6.2 and 0.7.
-        A published name states the active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
-        """
+        A published name states the active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B."""
         return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
 
 
@@ -496,10 +467,8 @@ _SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Returns the version of a distribution that Python would import, without importing it; None if it is absent.
-
-    A checkout of Megatron that precedes the installed distribution on the path counts, because it is what runs.
-    """
+    """Returns the version of a distribution that Python would import, without importing it; None if it is absent. A
+    checkout of Megatron that precedes the installed distribution on the path counts, because it is what runs."""
     packages = (Path(folder) / "megatron" / _SOURCES[distribution] for folder in sys.path if distribution in _SOURCES)
     package = next((package for package in packages if (package / "__init__.py").is_file()), None)
     if package is not None and (file := package / "package_info.py").is_file():

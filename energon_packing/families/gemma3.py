@@ -59,22 +59,14 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
-        return MediaPlan(
-            kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
-        )
-
-    def _crops(self, height: int, width: int) -> int:
-        # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
-        blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
-        return len(
-            self.images.pan_and_scan_batched(
-                blank,
-                self.images.pan_and_scan_min_crop_size,
-                self.images.pan_and_scan_max_num_crops,
-                self.images.pan_and_scan_min_ratio_to_activate,
-            )
-        )
+        squares, limits = 1, ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        if self.images.do_pan_and_scan:
+            # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
+            blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
+            stated = (getattr(self.images, f"pan_and_scan_{name}") for name in limits)
+            squares += len(self.images.pan_and_scan_batched(blank, *stated))
+        runs = (self.square_tokens,) * squares
+        return MediaPlan(kind="image", grid=(squares, *self._patches), runs=runs, tiles=squares)
 
     def replacement(self, plan: MediaPlan) -> str:
         """Returns each square between its tokens and line breaks; crops follow the processor's words about them."""

@@ -144,7 +144,25 @@ def uniform_frames(
     return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
 
+def spread_frames(
+    media: Media, config: EncoderConfig, processor: Any, *, of_list: int | None = None, **wanted: Any
+) -> tuple[int, ...]:
+    """The frames shown of a video: of a list up to ``of_list``, of others `uniform_frames` as ``wanted``."""
+    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
+    chosen = chosen_frames(media, config, lambda: uniform_frames(processor, total, fps, **wanted), most=of_list)
+    return shown_frames(media, config, chosen)[0]
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def two_sizes(images: object, frames: object) -> ConfigError:
+    """Why a processor is refused that resizes images and frames differently."""
+    return ConfigError(
+        f"The processor resizes images to {images} and frames to {frames}; the vision encoder takes one size: set both "
+        "in preprocessor_config.json and video_preprocessor_config.json."
+    )
+
 
 MOST_TILES = 4096
 """The maximum number of tiles per image, whatever a processor's file or a configuration says.
@@ -197,8 +215,7 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
     if smallest is None and largest is None:
         return
     size = processor.size
-    low = size["shortest_edge"] if smallest is None else smallest
-    high = size["longest_edge"] if largest is None else largest
+    low, high = smallest or size["shortest_edge"], largest or size["longest_edge"]
     if low > high:
         raise ConfigError(
             f"The lower pixel limit {low} exceeds the upper limit {high}; set both encoder.min_pixels and "

@@ -38,8 +38,7 @@ class HuggingFace(VisionFamily):
             raise self._refusal("it has no image_token or no _get_num_multimodal_tokens")
         for name in TILE_LIMITS:
             check_tiles(getattr(self.images, name, None), f"{name} of the image processor")
-        pinpoints = getattr(self.images, "image_grid_pinpoints", None)
-        if pinpoints is not None:
+        if (pinpoints := getattr(self.images, "image_grid_pinpoints", None)) is not None:
             check_pinpoints(pinpoints, config.max_source_pixels)
         self.image_token: str = processor.image_token
         self.stand_for_media({"image": self.image_token})

@@ -53,13 +53,10 @@ class QwenPatches:
 
         ``media`` are uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
         """
-        if raw:
-            return self._make(media)
-        named = {"videos": list(media), "do_sample_frames": False} if self._kind == "video" else {"images": list(media)}
-        made = ask(self._processor, False, **named)
-        return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
-
-    def _make(self, media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not raw:
+            more = {"do_sample_frames": False} if self._kind == "video" else {}
+            made = ask(self._processor, False, **{f"{self._kind}s": list(media)}, **more)
+            return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
         patch, merge = self._processor.patch_size, self._processor.merge_size
         step = self._processor.temporal_patch_size if self._kind == "video" else 1
         clips = [each if self._kind == "video" else each[None] for each in media]

@@ -17,16 +17,14 @@ from energon_packing.conversation import Conversation, MediaPart, Part, Turn
 from energon_packing.errors import SampleRejected, some_of
 
 PieceKind = Literal["text", "thinking", "call", "argument", "definition"]
-DEFINITIONS = -1
-"""Turn of the pieces that belong to no turn: tool definitions."""
+DEFINITIONS = -1  # turn of the pieces that belong to no turn: tool definitions
 MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may look for in a text: tags, and words in brackets."""
 _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
 
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
-"""Messages and tool definitions as a template takes them."""
+Tools = list[dict[str, Any]] | None  # messages and tool definitions as a template takes them
 
 
 class Piece(NamedTuple):
@@ -105,8 +103,7 @@ class Marks:
         tags = TAG.findall(text) if answer and "think>" in text else []
         # Thinking models are given the opening tag, so data may hold the closing tag alone.
         depth, pieces = depth or int(tags[:1] == [CLOSE]), []
-        split = MARKUP if self._markup else TAG
-        for at, run in enumerate(re.split(f"({split.pattern})", text)):
+        for at, run in enumerate(re.split(f"({(MARKUP if self._markup else TAG).pattern})", text)):
             if at % 2:
                 depth += {OPEN: 1, CLOSE: -1}.get(run, 0) if answer else 0
                 pieces.append(run)
@@ -195,7 +192,6 @@ def _content(
 
 
 def _call(turn: int, call: Mapping[str, Any], marks: Marks | None, passing: Passing) -> tuple[dict[str, Any], str]:
-    """A call as the template takes it, and its name."""
     function = call.get("function")
     inner: Mapping[str, Any] = function if isinstance(function, Mapping) else call
     name, arguments = inner.get("name"), inner.get("arguments")
@@ -235,7 +231,6 @@ class Layout:
 
     @classmethod
     def of(cls, marked: str, pieces: Sequence[Piece]) -> Self:
-        """Splits a rendering at its marks."""
         frames, order, cursor = [], [], 0
         for start, end, piece in find_marks(marked):
             if piece >= len(pieces):
@@ -266,7 +261,6 @@ class Layout:
         return places
 
     def _first_marks(self) -> Iterator[tuple[int, int]]:
-        """Yields the first mark of every piece of a turn, and the turn."""
         shown: set[int] = set()
         for at, piece in enumerate(self.order):
             turn = self.pieces[piece].turn

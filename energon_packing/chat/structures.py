@@ -230,8 +230,7 @@ def _behind(text: str, piece: int | None) -> str | None:
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
 """Ways to mark a conversation, the most informative first; the others suit templates that look into texts or calls."""
-KEPT_STRUCTURES = 256
-"""Structures whose layouts are cached; data sets have few, and each costs two or more renderings."""
+KEPT_STRUCTURES = 256  # structures whose layouts are cached; data sets have few, and each costs two or more renderings
 
 
 class Structure:
@@ -438,7 +437,6 @@ def _thought_too_late(conversation: Conversation, structure: Structure) -> list[
 
 
 def _says(turn: Turn) -> bool:
-    """Whether a turn has a word, an image or a video."""
     return bool(turn.text.strip()) or any(isinstance(part, MediaPart) for part in turn.parts)
 
 

@@ -72,15 +72,11 @@ class ChatTemplate:
     ) -> None:
         source = source if source is not None else tokenizer.chat_template
         if isinstance(source, Mapping):
-            raise ConfigError(
-                f"The processor has several chat templates ({', '.join(map(str, source))}); write the one to train "
-                "with into a Jinja file and name it with encoder.chat_template."
-            )
+            fix = "write the one to train with into a Jinja file and name it with encoder.chat_template."
+            raise ConfigError(f"The processor has several chat templates ({', '.join(map(str, source))}); {fix}")
         if not isinstance(source, str) or not source:
-            raise ConfigError(
-                "The processor has no chat template; name a Jinja file with encoder.chat_template, "
-                "or use a processor that ships one."
-            )
+            fix = "name a Jinja file with encoder.chat_template, or use a processor that ships one."
+            raise ConfigError(f"The processor has no chat template; {fix}")
         self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
@@ -228,7 +224,6 @@ class ChatTemplate:
         return found
 
     def _tie(self, reading: Reading) -> dict[int, list[TrainedSpan]]:
-        """The spans that the template marks, by turn."""
         text, turns, roles = reading.text, reading.structure.turns, reading.structure.roles
         starts = [start for start, _ in reading.places]
         tied: dict[int, list[TrainedSpan]] = {}
@@ -262,8 +257,7 @@ class ChatTemplate:
         """Spans of the trained turns, with the weights of their turns; ``worded`` are those with a word to train."""
         weights = [turn.loss_weight for turn in conversation.turns]
         answers = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
-        weighted = any(weights[number] is not None for number in answers)
-        if self.train_on == "all" and not weighted:
+        if self.train_on == "all" and all(weights[number] is None for number in answers):
             return [TrainedSpan(start=0, end=len(text))]
         texts = {n for n in answers if all(isinstance(part, str) for part in conversation.turns[n].parts)}
         hidden = [n for n in answers if weights[n] and not spans.get(n) and not (n in texts and n not in worded)]
@@ -280,10 +274,8 @@ class ChatTemplate:
             weight = weights[turn]
             is_shown = turn in worded and (spans.get(turn) or self.renderer.marks_generation)
             if weight != 0 and turn in texts and not is_shown:
-                raise SampleRejected(
-                    "empty_answer",
-                    f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0",
-                )
+                fix = "remove it, or set its weight to 0"
+                raise SampleRejected("empty_answer", f"turn {turn + 1} (assistant) has no word to train; {fix}")
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen
 

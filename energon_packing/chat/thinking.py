@@ -16,8 +16,7 @@ from energon_packing.errors import SampleRejected
 
 OPEN, CLOSE = "<think>", "</think>"
 TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
-LINE_ENDS = "\r\n"
-"""What belongs to a tag beside it; spaces and tabs belong to the text."""
+LINE_ENDS = "\r\n"  # what belongs to a tag beside it; spaces and tabs belong to the text
 _EMPTY_OPENING = re.compile(rf"\A\s*{re.escape(OPEN)}\s*{re.escape(CLOSE)}[{LINE_ENDS}]*")
 _A_TAG = re.compile(r"\s*(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|◁[^◁▷\s]{1,40}▷)")
 
@@ -99,8 +98,7 @@ def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingFo
         empty = form.empty(silent, 0, len(silent)) if closing else None
         if empty is None:
             # What thinking adds, moved to end with the closing mark: the same text may stand at both ends of it.
-            added = len(shown) - len(without)
-            opening = shown[max(end - added, 0) : start].strip()
+            opening = shown[max(end - (len(shown) - len(without)), 0) : start].strip()
             return form._replace(opening=opening.removeprefix(header).strip())
         rest = silent[empty[1] :]
         return form._replace(breaks=len(rest) - len(rest.lstrip("\n")))

@@ -51,7 +51,6 @@ class SourceFile:
 
     @property
     def place(self) -> str:
-        """The address, or the absolute path."""
         return self.address or str(self.path.absolute())
 
 
@@ -117,7 +116,6 @@ class Chunk:
         return RawRecord(source=self.source, number=number, where=self.where(number) + note, value=value, **more)
 
     def broken(self, number: int, detail: str, reason: str = "bad_json", note: str = "") -> RawRecord:
-        """The record of this number, which cannot be read."""
         error = SampleRejected(reason, f"{self.where(number)}{note}: {detail}")
         return self.record(number, None, note, error=error)
 
@@ -236,7 +234,6 @@ def hub_blobs(root: Path) -> Path | None:
 
 
 def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
-    """`_found` for an address."""
     address = shown(source)
     with said_of_system(f"{address} cannot be read"):
         if (file := status(address)) is not None:
@@ -339,7 +336,6 @@ def _has_records(path: Path) -> bool:
 
 
 def _is_hidden(path: Path, root: Path = Path()) -> bool:
-    """Whether a part of a path below a directory is hidden."""
     return path.is_relative_to(root) and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 

@@ -29,8 +29,7 @@ def refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-STRICT = json.JSONDecoder(parse_constant=refuse_constant)
-"""Decides what a text means."""
+STRICT = json.JSONDecoder(parse_constant=refuse_constant)  # decides what a text means
 
 
 def parse_json(text: bytes) -> Any:
@@ -138,7 +137,6 @@ class _Text:
         return not self.ended
 
     def peek(self) -> str:
-        """The next non-whitespace character; empty at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.at)
             self.at = match.end() if match else self.at

@@ -134,8 +134,7 @@ def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     return answer[len(beginning) :] if repeats and len(answer) > len(beginning) else answer
 
 
-_Parts = tuple[list[Any], list[Any], list[Any]]
-"""The beginning, the chosen and the rejected answer."""
+_Parts = tuple[list[Any], list[Any], list[Any]]  # the beginning, the chosen and the rejected answer
 
 
 def _split(chosen: list[Any], rejected: list[Any]) -> _Parts:
@@ -398,8 +397,7 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     found = layout_of_turn(messages[0], "auto") if messages else None
-    fields = (found and found.fields) or ("role", "content")
-    turns = read_turns(messages, fields, media, warnings, column)
+    turns = read_turns(messages, (found and found.fields) or ("role", "content"), media, warnings, column)
     ignored |= media.ignored
     if media.references:
         raise _bad("an answer of the pair contains media; put them before both answers")

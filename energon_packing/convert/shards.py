@@ -212,8 +212,7 @@ class Writing:
         return f"writing {task[1].name}"
 
 
-Pieces = Generator[tuple[Path, ShardPiece], None, None]
-"""Pieces of shards to write, and the directory of each."""
+Pieces = Generator[tuple[Path, ShardPiece], None, None]  # pieces of shards to write, and the directory of each
 _PIECE_BYTES = 32 << 20
 _PIECE_SAMPLES = 2048
 
@@ -334,11 +333,9 @@ class _Tars:
         return self._piece, index
 
     def samples_in_tar(self) -> int:
-        """Returns the samples in the open tar; 0 if none is open."""
         return 0 if self._piece is None else self.counts[self._piece.name]
 
     def full_piece(self) -> Pieces:
-        """Yields the open piece if it is large."""
         piece = self._piece
         if piece is not None and (piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES):
             first = piece.first + len(piece.offsets)

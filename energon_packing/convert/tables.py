@@ -39,8 +39,7 @@ def _kind(path: Path) -> str:
 
 _MOST_UNPACKED, _LARGEST_RATIO = 64 << 20, 200
 """Bytes that the pages of a row group may unpack to, and more for each that they take; as of a compressed source."""
-_MOST_REPEATED = 64 << 20
-"""Bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row."""
+_MOST_REPEATED = 64 << 20  # bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row
 _LARGEST_ROW = 1 << 30
 _DICTIONARY = 2  # type of a page
 _UNREADABLE = "the header of a page cannot be read"
@@ -366,8 +365,7 @@ _SPOKEN = frozenset(("prompt", "completion", *ANSWER_COLUMNS))
 def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
     """The rows of CSV or TSV that are not blank, the header too; one that breaks the rules of quotes is an error, and
     the next line goes on."""
-    delimiter = DELIMITERS[suffix_of(Path(source.name))[0]]
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    rows = csv.reader(lines, delimiter=DELIMITERS[suffix_of(Path(source.name))[0]], strict=True)
     while True:
         try:
             if row := next(rows):

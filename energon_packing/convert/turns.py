@@ -90,8 +90,7 @@ def _call(value: Any, ignored: set[str], outer_id: Any = None) -> dict[str, Any]
     return call if id_of_call is None else {"id": id_of_call, **call}
 
 
-_TEXTS = ("input_text", "output_text")
-"""Types of texts in OpenAI's Responses, beside ``text``."""
+_TEXTS = ("input_text", "output_text")  # types of texts in OpenAI's Responses, beside ``text``
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 
 
@@ -296,7 +295,6 @@ def holds(parts: tuple[Part, ...]) -> bool:
 
 
 def _plain_text(content: Any) -> str:
-    """The text of a content that is not parsed yet."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

@@ -41,11 +41,9 @@ from energon_packing.remote_files import (
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
-JOURNAL = "media-checks.jsonl"
-"""Beside the directory to build in."""
+JOURNAL = "media-checks.jsonl"  # beside the directory to build in
 _REPLACED = "replaced"
-MARK = "being-stored.json"
-"""Beside the files of a data set that is not complete."""
+MARK = "being-stored.json"  # beside the files of a data set that is not complete
 
 
 def partial_directory(out: Path) -> Path:
@@ -205,7 +203,6 @@ def fetched(source: SourceFile, scratch: Path) -> SourceFile:
 
 
 def delete_copies(source: SourceFile, scratch: Path) -> None:
-    """Deletes the copies of a source that has been read."""
     unpacked(scratch, source).unlink(missing_ok=True)
     if source.address is not None:
         source.path.unlink(missing_ok=True)
@@ -239,8 +236,7 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
                 store(local / name, target)
             done += size
             progress("store", done, total)
-        gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
-        for name in (*gone, MARK):
+        for name in (*sorted(gone for gone in before.difference(names) if not _order(gone)), MARK):
             remove(f"{address}/{name}")
 
 

@@ -13,8 +13,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont
 from energon_packing.demo import words
 from energon_packing.media.probe import pyav
 
-Exchange = tuple[str, str]
-"""A question and its answer, which follows from the picture or from the text before it."""
+Exchange = tuple[str, str]  # a question and its answer, which follows from the picture or from the text before it
 _STORED = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 _QUALITY = {".jpg": {"quality": 85}, ".webp": {"quality": 80, "method": 0}, ".png": {"compress_level": 3}}
 
@@ -54,14 +53,12 @@ class Picture:
         return cls(background, not grey and rng.random() < 0.4, figures, caption)
 
     def description(self) -> str:
-        """A full description in sentences."""
         ground = f"{a(self.background)} background" + (" that fades to a darker shade" if self.gradient else "")
         named = [f"{a(each.colour)} {each.shape} at the {words.PLACES[each.place]}" for each in self.figures]
         below = f' Below it says "{self.caption}".' if self.caption else ""
         return f"The picture shows {', '.join(named)}, on {ground}.{below}"
 
     def exchanges(self, rng: Random) -> list[Exchange]:
-        """Questions about the picture with their answers, in random order."""
         figure = rng.choice(self.figures)
         where = words.PLACES[figure.place]
         exchanges = [
@@ -127,12 +124,10 @@ class Clip:
         return cls(background, rng.choice(list(words.SHAPES)), colour, rng.choice(sorted(words.DIRECTIONS)))
 
     def description(self) -> str:
-        """A full description in one sentence."""
         what = f"{a(self.colour)} {self.shape}"
         return f"The video shows {what} that moves {self.direction} over {a(self.background)} background."
 
     def exchanges(self, rng: Random) -> list[Exchange]:
-        """Questions about the clip with their answers, in random order."""
         exchanges = [
             ("What happens in the video?", self.description()),
             (f"In which direction does the {self.shape} move?", f"It moves {self.direction}."),

@@ -362,7 +362,6 @@ class ConversationEncoder(SampleEncoder):
 
     @property
     def takes(self) -> str:
-        """Media that the encoder accepts, in words."""
         return " and ".join(["text", *sorted(self.kinds)])
 
     def _adds_tokens(self, text: str) -> bool:
@@ -417,7 +416,6 @@ def innermost(model: Any) -> Any:
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the model's forward has an argument of that name."""
     return name in inspect.signature(innermost(model).forward).parameters
 
 

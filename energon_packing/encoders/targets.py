@@ -100,5 +100,4 @@ def target_weight(config: EncoderConfig, targets: float) -> float:
     scale = config.loss_scale
     if config.loss_weighting == "token":
         return float(scale or 1)
-    share = targets if config.loss_weighting == "sample" else math.sqrt(targets)
-    return (scale or FIXED_POINT) / share
+    return (scale or FIXED_POINT) / (targets if config.loss_weighting == "sample" else math.sqrt(targets))

@@ -435,7 +435,6 @@ def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields all strings in nested JSON values, including keys."""
     pending = [value]
     while pending:
         entry = pending.pop()

@@ -71,10 +71,8 @@ class Ernie45VL(Qwen25VL):
             if self.videos.draw_on_frames:
                 ImageFont.truetype(self.videos.font)
         except (OSError, ImportError, TypeError, AttributeError) as error:  # the last two of None
-            raise ConfigError(
-                f"The video processor draws the time on each frame, but its font {self.videos.font!r} cannot be opened "
-                f"(encoder.processor); {HINT}."
-            ) from error
+            why = f"but its font {self.videos.font!r} cannot be opened (encoder.processor); {HINT}."
+            raise ConfigError(f"The video processor draws the time on each frame, {why}") from error
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         if self.videos.draw_on_frames and min(height, width) < SMALLEST_FRAME:

@@ -55,10 +55,8 @@ class MediaPlan:
 def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
     """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
     if value is None or value <= 0:
-        raise SampleRejected(
-            "unmeasured_media",
-            f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
-        )
+        fix = "convert the data or run `energon prepare-media` to measure it"
+        raise SampleRejected("unmeasured_media", f"{media.kind} {media.name!r} has no {what}; {fix}")
     return value
 
 
@@ -177,9 +175,8 @@ a number meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 82
 def check_tiles(tiles: Any, where: str) -> None:
     """Refuses a tile limit above `MOST_TILES`, up to which listing the grids would take too long."""
     if isinstance(tiles, int | float) and tiles > MOST_TILES:
-        raise ConfigError(
-            f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
-        )
+        why = f"more than {MOST_TILES} take too long to list, so lower it."
+        raise ConfigError(f"{where} allows {tiles} tiles per image; {why}")
 
 
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
@@ -192,10 +189,8 @@ def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
         raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
     if len(pinpoints) > MOST_TILES:
-        raise ConfigError(
-            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so the limit is "
-            f"{MOST_TILES}."
-        )
+        why = f"every image is compared with each of them, so the limit is {MOST_TILES}."
+        raise ConfigError(f"{where} lists {len(pinpoints)} resolutions; {why}")
     for pair in pinpoints:
         sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
         if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
@@ -253,9 +248,8 @@ def rope_positions(
         position += int(start - cursor)
         rows, columns = h // merge, w // merge
         if end - start != t * rows * columns:
-            raise ValueError(
-                f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
-            )
+            why = f"but its grid {(t, h, w)} needs {t * rows * columns}"
+            raise ValueError(f"a run has {end - start} visual tokens, {why}")
         steps = np.indices((t, rows, columns)).reshape(3, -1)
         steps[0] = steps[0].astype(type(interval)) * interval
         result[:, start:end] = steps + position

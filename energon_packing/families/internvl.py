@@ -15,8 +15,7 @@ from energon_packing.families.pixel_forms import image_forms, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
-DEFAULT_VIDEO_FRAMES = 8
-"""Frames of a video if neither the configuration nor the processor sets a number."""
+DEFAULT_VIDEO_FRAMES = 8  # frames of a video if neither the configuration nor the processor sets a number
 
 
 class InternVL(VisionFamily):
@@ -70,10 +69,8 @@ class InternVL(VisionFamily):
         self.video_frames = config.video_max_frames or number or (None if self.video_fps else DEFAULT_VIDEO_FRAMES)
         self._fewest = config.video_min_frames or 1
         if self._fewest > (self.video_frames or self._fewest):
-            raise ConfigError(
-                f"encoder.video_min_frames is {self._fewest}, but at most {self.video_frames} frames are sampled; set "
-                "encoder.video_max_frames too."
-            )
+            why = f"but at most {self.video_frames} frames are sampled; set encoder.video_max_frames too."
+            raise ConfigError(f"encoder.video_min_frames is {self._fewest}, {why}")
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile

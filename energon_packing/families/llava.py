@@ -27,10 +27,8 @@ class Llava(VisionFamily):
         blank = (torch.zeros(3, *size, dtype=torch.uint8) for size in ((16, 24), (24, 16)))
         first, second = (tuple(ask(self.images, False, images=[each])["pixel_values"].shape[-2:]) for each in blank)
         if first != second:
-            raise ConfigError(
-                f"The image processor makes images of different sizes ({first}, {second}), which cannot share a "
-                "tensor; set do_center_crop and crop_size in preprocessor_config.json."
-            )
+            why = "which cannot share a tensor; set do_center_crop and crop_size in preprocessor_config.json."
+            raise ConfigError(f"The image processor makes images of different sizes ({first}, {second}), {why}")
         self.tile: tuple[int, int] = first
         """Height and width of what the vision encoder sees, in pixels."""
         self.tile_grid = self._tile_grid()
@@ -68,10 +66,8 @@ class Llava(VisionFamily):
         An image one pixel wide becomes huge if it is resized by its short side or padded to a square.
         """
         if height * width > self.config.max_source_pixels:
-            raise ValueError(
-                f"resizing makes it {width}x{height} pixels, over encoder.max_source_pixels="
-                f"{self.config.max_source_pixels}"
-            )
+            why = f"over encoder.max_source_pixels={self.config.max_source_pixels}"
+            raise ValueError(f"resizing makes it {width}x{height} pixels, {why}")
 
     def replacement(self, plan: MediaPlan) -> str:
         return self.image_token

@@ -40,10 +40,8 @@ class Pixtral(VisionFamily):
         self.merge: int = processor.spatial_merge_size
         self.side: int = processor.patch_size * self.merge
         if not self.images.size.longest_edge:
-            raise ConfigError(
-                f"The image processor resizes to {dict(self.images.size)}; the family {self.name} needs longest_edge "
-                "in preprocessor_config.json."
-            )
+            fix = f"the family {self.name} needs longest_edge in preprocessor_config.json."
+            raise ConfigError(f"The image processor resizes to {dict(self.images.size)}; {fix}")
         if config.max_pixels is not None:
             edge = math.isqrt(config.max_pixels) // self.side * self.side
             if not edge:
@@ -98,7 +96,6 @@ class Pixtral(VisionFamily):
         patch = self.side // self.merge
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]  # `size` is 0 in rows of before
         if made["image_sizes"].tolist() != planned:
-            raise SampleRejected(
-                "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, but {planned} were measured"
-            )
+            why = f"but {planned} were measured"
+            raise SampleRejected("media_changed", f"the images became {made['image_sizes'].tolist()} pixels, {why}")
         return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}

@@ -100,8 +100,7 @@ class Qwen25VL(VisionFamily):
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
     reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "jpeg_scaled_decoding")
-    takes_seconds: ClassVar[bool] = True
-    """Whether the model takes ``second_per_grid_ts``."""
+    takes_seconds: ClassVar[bool] = True  # whether the model takes ``second_per_grid_ts``
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -170,9 +169,8 @@ class Qwen25VL(VisionFamily):
                 "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
             )
         if getattr(type(videos), "fps", None) is not None and videos.fps is None:
-            raise ConfigError(
-                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
-            )
+            fix = "set encoder.video_fps, or fps alone there."
+            raise ConfigError(f"fps of the video processor (encoder.processor) is null; {fix}")
         number = videos.num_frames
         if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:
             return None  # GLM-4.1V's has a number and never reads it
@@ -220,10 +218,8 @@ class Qwen25VL(VisionFamily):
                     f"video_min_frames={getattr(self.videos, 'min_frames', None)}, "
                     f"video_max_frames={self.config.video_max_frames or getattr(self.videos, 'max_frames', None)})"
                 )
-            raise SampleRejected(
-                "too_few_frames",
-                f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
-            ) from error
+            needs = f"the processor of {self.name} needs at least {step} ({error})"
+            raise SampleRejected("too_few_frames", f"video {media.name!r}: {cause}; {needs}") from error
         grid = (-(-len(indices) // step), *sides)
         shown, seconds = shown_frames(media, self.config, indices)
         return MediaPlan(

@@ -28,19 +28,10 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
     sizes = (batch.grid_sizes, batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
     rows = zip(batch.keys, *(each.tolist() for each in sizes), strict=False)
     for key, grid, patches, place, tokens, text_place in rows:
-        clips.append(
-            {
-                "key": key,
-                "start": start,
-                "patches": patches,
-                "grid": tuple(grid),
-                "padding": place - patches,
-                "text_start": text_start,
-                "text_tokens": tokens,
-                "text_padding": text_place - tokens,
-                "weight": float(batch.loss_mask[start : start + place].float().sum()),
-            }
-        )
+        weight = float(batch.loss_mask[start : start + place].float().sum())
+        clip = {"key": key, "start": start, "patches": patches, "grid": tuple(grid), "padding": place - patches}
+        clip |= {"text_start": text_start, "text_tokens": tokens, "text_padding": text_place - tokens}
+        clips.append({**clip, "weight": weight})
         start, text_start = start + place, text_start + text_place
     return {
         "index": pack.index,

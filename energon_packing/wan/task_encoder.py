@@ -108,16 +108,14 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     ) -> None:
         super().__init__()
         self.packing, self.multiple = config.packing, config.multiple
-        self.encoder = TextToVideoEncoder(
-            config.encoder, latent_encoder=latent_encoder, caption_encoder=caption_encoder
-        )
+        models: Any = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
+        self.encoder = TextToVideoEncoder(config.encoder, **models)
         self.limits = ClipLimits.of(config)
         self.cookers = (*cookers, TEXT_TO_VIDEO_COOKER)
         self._extra_fingerprint = fingerprint or {}
         self.accept_changed = config.data.accept_changed
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns names and values that a saved loader state must match."""
         return {
             **self.encoder.fingerprint(),
             **settings_of("packing", self.packing),
@@ -189,8 +187,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         shape = config.latent_channels, self.multiple * config.patch[0], *config.patch[1:]
         latent = torch.zeros(shape, dtype=self.encoder.dtype)
         text = torch.zeros(self.multiple, config.text_width, dtype=self.encoder.dtype)
-        filler = WanSample(key="", latent=latent, text=text, metadata={})
-        batch = self._assemble([filler])
+        batch = self._assemble([WanSample(key="", latent=latent, text=text, metadata={})])
         batch.loss_mask.zero_()
         return ClipPack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
 
@@ -227,6 +224,5 @@ def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any
 
 
 def _shared_settings(config: TextToVideoRunConfig) -> RunConfig:
-    """Returns what a loader reads of a configuration of any kind."""
     own = {name: getattr(config.packing, name) for name in ("seq_length", "drop_budget", "ledger")}
     return RunConfig(data=config.data, packing=PackingConfig(**own))

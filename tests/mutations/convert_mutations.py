@@ -691,7 +691,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a cell with a stray quote loses it",
         test="tests/convert/test_convert_sources.py::test_damaged_rows_are_refused_and_the_others_read",
         oracle="the file",
-        edits=(("convert/tables.py", "delimiter=delimiter, strict=True)", "delimiter=delimiter)"),),
+        edits=(("convert/tables.py", "[0]], strict=True)", "[0]])"),),
     ),
     Mutation(
         trap=105,

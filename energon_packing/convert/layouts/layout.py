@@ -13,12 +13,10 @@ from energon_packing.convert.fields import says_nothing
 from energon_packing.errors import SampleRejected
 from energon_packing.registry import Registry
 
-TURN_COLUMNS = ("messages", "conversations")
-"""Columns that hold a list of turns."""
+TURN_COLUMNS = ("messages", "conversations")  # columns that hold a list of turns
 ANSWER_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns that hold an answer of a preference pair."""
-SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; cookers select samples by it."""
+SUBFLAVORS = {"energon_packing": "v1"}  # marks every sample of a converted data set; cookers select samples by it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

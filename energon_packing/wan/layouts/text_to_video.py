@@ -50,7 +50,6 @@ class ParsedVideoRecord:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each file."""
         return tuple(reference.kind for reference in self.media)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:

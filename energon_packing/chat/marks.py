@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split_answer
+from energon_packing.chat.thinking import CLOSE, OPEN, TAG, split_answer, tagged
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
 from energon_packing.errors import SampleRejected, some_of
 
@@ -151,8 +151,8 @@ def to_messages(
         if turn.role == "assistant":
             thinking = turn.thinking or None
             if thinking is not None and not passing.thinking_apart:
-                parts = joined_answer(thinking, parts)
-                thinking = None
+                first, others = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+                parts, thinking = (tagged(thinking) + first, *others), None
             elif thinking is None and passing.thinking_split:
                 thinking, parts = split_answer(parts)
             if thinking is not None:

@@ -115,8 +115,12 @@ def as_shown(conversation: Conversation, choice: str) -> Conversation:
     its tags and the line ends after them, with ``trim_empty`` without empty thinking at the beginning of answers.
     Raises SampleRejected: ``unclosed_thinking`` if for ``strip`` a tag has no partner in its text, or for ``mask`` an
     opening one has none."""
-    if choice == "mask":
-        check_closed(conversation)
+    for turn in conversation.turns if choice == "mask" else ():
+        depth = 0
+        for tag in TAG.findall(turn.text) if turn.role == "assistant" else ():
+            depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
+        if depth:
+            raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
     if choice not in ("strip", "trim_empty"):
         return conversation
     change = _without_thinking if choice == "strip" else partial(_EMPTY_OPENING.sub, "")
@@ -167,22 +171,6 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
     thinking = before.lstrip().removeprefix(OPEN).strip(LINE_ENDS)
     answer = after.lstrip(LINE_ENDS)
     return (thinking if thinking.strip() else None), (answer, *parts[1:]) if answer else parts[1:]
-
-
-def joined_answer(thinking: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Returns an answer with the thinking of its field in its text."""
-    first, others = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
-    return tagged(thinking) + first, *others
-
-
-def check_closed(conversation: Conversation) -> None:
-    """Checks that no thinking in a text stays open; raises SampleRejected ``unclosed_thinking``."""
-    for turn in conversation.turns:
-        depth = 0
-        for tag in TAG.findall(turn.text) if turn.role == "assistant" else ():
-            depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
-        if depth:
-            raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
 
 
 def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:

@@ -36,7 +36,6 @@ import yaml
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.config import Layout
-from energon_packing.convert.fields import near_name
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
 from energon_packing.remote_files import read, remote_address
@@ -346,14 +345,6 @@ class ConversionReport:
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
         # A column's name may hold half of a character; in JSON its escape is what Python writes for it, too.
         (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-
-
-def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Returns `ConversionReport.ignored_columns` of counts, by name."""
-    return {
-        name: {"records": counts[name]} | ({"did_you_mean": meant} if (meant := near_name(name)) else {})
-        for name in sorted(counts)
-    }
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:

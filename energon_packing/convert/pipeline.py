@@ -29,8 +29,9 @@ from energon_packing.conversation import Conversation
 from energon_packing.convert import layout, records, workspace
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
-from energon_packing.convert.layout import ConversionReport, ignored_entries, media_names, read_report
+from energon_packing.convert.layout import ConversionReport, media_names, read_report
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
 from energon_packing.convert.reader import find_yielded
 from energon_packing.convert.shards import (
@@ -305,8 +306,13 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     tell = progress or (lambda stage, done, total: None)
     if config.out.is_symlink():  # the data set goes where it leads, or there would be two
         config = replace(config, out=config.out.resolve())
-    if config.media_root is not None:
-        _check_media_root(config.media_root)
+    if (root := config.media_root) is not None:
+        with said_of_system(f"--media-root {shown(root)} cannot be read"):
+            # Of an empty directory a store knows nothing, but it must answer.
+            place = remote_address(root)
+            wrong = not root.is_dir() if place is None else status(place) is not None
+        if wrong:
+            raise UserError(f"--media-root {shown(root)} is not a directory")
     if not config.dry_run:
         workspace.check_out(config)
     address = remote_address(config.out)
@@ -335,15 +341,6 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             raise
         raise UserError(sentence) from error
     return report
-
-
-def _check_media_root(root: Path) -> None:
-    address = remote_address(root)
-    with said_of_system(f"--media-root {address} cannot be read"):
-        # Of an empty directory a store knows nothing, but it must answer.
-        wrong = not root.is_dir() if address is None else status(address) is not None
-    if wrong:
-        raise UserError(f"--media-root {shown(root)} is not a directory")
 
 
 def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> ConversionReport:
@@ -415,7 +412,10 @@ def _build(
         written=sum(splits.values()),
         rejected=dict(sorted(reading.rejected.items())),
         warnings=dict(sorted(reading.warnings.items())),
-        ignored_columns=ignored_entries(reading.ignored),
+        ignored_columns={
+            name: {"records": reading.ignored[name]} | ({"did_you_mean": meant} if (meant := near_name(name)) else {})
+            for name in sorted(reading.ignored)
+        },
         notes=notes,
         layouts={name: dict(sorted(counts.items())) for name, counts in reading.layouts.items()},
         first_rejects=dict(sorted(reading.first_rejects.items())),

@@ -124,7 +124,12 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
                 os.rename(replaced, config.out)  # a kill between the two renames of `publish`
             check_out(config)  # another conversion may have finished since it was checked first
             same = _same_options(partial, fingerprint)
-            _clear(partial, keep_journal=config.resume and same)
+            kept = {_LOCK, _STATE, *((JOURNAL, FETCHED) if config.resume and same else ())}
+            for path in (each for each in partial.iterdir() if each.name not in kept):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             if not same:  # on a full disk, writing it again would lose it, and the journal with it
                 (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
             (build := partial / "build").mkdir()
@@ -157,16 +162,6 @@ def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
         return bool(state["version"] == fingerprint["version"] and state["options"] == fingerprint["options"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _clear(partial: Path, *, keep_journal: bool) -> None:
-    for path in partial.iterdir():
-        if path.name in (_LOCK, _STATE) or (keep_journal and path.name in (JOURNAL, FETCHED)):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def publish(build: Path, out: Path) -> None:

@@ -152,9 +152,10 @@ class VisionFamily(ABC):
                 why = f"but {plan.tiles} were measured"
                 raise SampleRejected("media_changed", f"the {plan.kind} became {int(count)} tiles, {why}")
 
-    @abstractmethod
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``."""
+        """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``; by
+        default ``image_token`` or ``video_token`` alone, for templates that write the tokens around it."""
+        return str(getattr(self, f"{plan.kind}_token"))
 
     def byte_forms(self) -> Mapping[str, PixelForm]:
         """Returns how bytes of `pixels` with ``raw`` become numbers, by visual input; nothing if it ignores ``raw``."""

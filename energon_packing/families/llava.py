@@ -69,9 +69,6 @@ class Llava(VisionFamily):
             why = f"over encoder.max_source_pixels={self.config.max_source_pixels}"
             raise ValueError(f"resizing makes it {width}x{height} pixels, {why}")
 
-    def replacement(self, plan: MediaPlan) -> str:
-        return self.image_token
-
     def byte_forms(self) -> dict[str, PixelForm]:
         return image_forms(self.images)
 

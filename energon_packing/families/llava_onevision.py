@@ -122,9 +122,6 @@ class LlavaOneVision(LlavaNext):
             tiles=self.video_frames,
         )
 
-    def replacement(self, plan: MediaPlan) -> str:
-        return self.image_token if plan.kind == "image" else self.video_token
-
     def byte_forms(self) -> dict[str, PixelForm]:
         forms = super().byte_forms()
         if not forms or self.videos is None:

@@ -241,10 +241,6 @@ class Qwen25VL(VisionFamily):
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return ()
 
-    def replacement(self, plan: MediaPlan) -> str:
-        """Returns the placeholder of the kind alone; the chat template writes the tokens around it."""
-        return self.image_token if plan.kind == "image" else self.video_token
-
     def image_size(self, plan: MediaPlan) -> tuple[int, int]:
         return plan.grid[1] * self.images.patch_size, plan.grid[2] * self.images.patch_size
 

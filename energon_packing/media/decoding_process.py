@@ -326,10 +326,6 @@ class DecodingProcess:
         self._finalizer.detach()
         return _end(child)
 
-    def is_idle(self) -> bool:
-        """Whether a child of this process waits for work. One that is busy serves another thread."""
-        return not self._busy and self._child is not None and self._child.owner == os.getpid()
-
     def _started(self) -> _Child:
         child = self._child
         if child is not None and child.owner != os.getpid():
@@ -337,7 +333,9 @@ class DecodingProcess:
             child = None
         with _lock:
             if child is None:
-                idle = [parent for parent in _PARENTS.values() if parent.is_idle()]
+                # One that is busy serves another thread.
+                started = [each for each in _PARENTS.values() if not each._busy and each._child is not None]
+                idle = [each for each in started if each._child and each._child.owner == os.getpid()]
                 for parent in idle[: 1 - MOST_CHILDREN or None]:
                     parent.close()
             _PARENTS.pop(id(self), None)

@@ -218,12 +218,7 @@ class TextToVideoEncoder:
         measured one; ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips."""
         sample = measured.sample
         latent = self._encoded(measured, read) if sample.latents is None else self._stored(sample.latents, read)
-        if sample.context is not None:
-            text = self._stored(sample.context, read)
-        else:
-            encoder: Any = self.caption_encoder  # there is one, and ids: see `measure`
-            ids: Any = measured.token_ids
-            text = _of_shape((measured.text_rows, self.config.text_width), encoder.encode(ids.tolist()), encoder)
+        text = self._embedded(measured) if sample.context is None else self._stored(sample.context, read)
         # Before the values are looked at: a large one may become infinite.
         latent, text = latent.to(self.dtype), text[: measured.text_rows].to(self.dtype)
         sizes = {"latents": largest(latent), "text embeddings": largest(text)}
@@ -293,6 +288,11 @@ class TextToVideoEncoder:
         wanted = video, self._plan(video)
         frames = self._decoding(wanted, read, (video.name,), in_child=self.config.decode_in_child)
         return _of_shape(measured.latent_shape, model.encode(frames["frames"]), model)
+
+    def _embedded(self, measured: MeasuredClip) -> torch.Tensor:
+        model: Any = self.caption_encoder
+        ids: Any = measured.token_ids
+        return _of_shape((measured.text_rows, self.config.text_width), model.encode(ids.tolist()), model)
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
         video, plan = wanted

@@ -647,7 +647,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="nanoVLM's rules, restated",
         edits=(
             (
-                "convert/layouts/texts.py",
+                "convert/layouts/captions.py",
                 '    if not any("<image>" in str(message["content"]) for message in messages):\n',
                 "    if False:\n",
             ),

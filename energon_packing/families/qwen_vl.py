@@ -32,11 +32,10 @@ DEFAULT_VIDEO_FPS = 2.0
 class QwenPatches:
     """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
     Its limits are set already, and it takes what ``kind`` says (``image`` or ``video``); ``grid`` returns patches
-    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-
-    ``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way
-    to the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function,
-    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both."""
+    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame. ``Qwen2VLImageProcessor`` and the video
+    processors like it (transformers 5) copy pixels about seven times on the way to the patches, most of them as 32-bit
+    floats. Here an image or frame is resized by the processor's own function, and its bytes are sorted into patches, to
+    their final place. `VisionFamily.pixel_forms` compares both."""
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
         self._processor, self._kind, self._grid = processor, kind, grid
@@ -49,10 +48,8 @@ class QwenPatches:
 
     def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``, as bytes in ``form`` if ``raw``,
-        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``.
-
-        ``media`` are uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
-        """
+        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``. ``media`` are uint8 ``[3, H, W]`` images, or
+        ``[frames, 3, H, W]`` videos."""
         if not raw:
             more = {"do_sample_frames": False} if self._kind == "video" else {}
             made = ask(self._processor, False, **{f"{self._kind}s": list(media)}, **more)
@@ -90,12 +87,9 @@ def truncates_seconds() -> bool:
 
 
 class Qwen25VL(VisionFamily):
-    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
-
-    An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
-    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every
-    ``temporal_patch_size`` sampled frames.
-    """
+    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5). An image of ``h x w``
+    pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and costs ``grid_h * grid_w /
+    merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled frames."""
 
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
@@ -294,11 +288,9 @@ class Qwen2VL(Qwen25VL):
 
 
 class LlavaOneVision15(Qwen25VL):
-    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
-
-    transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
-    name. Their text model is a plain Qwen3, so positions count tokens.
-    """
+    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with. transformers 5.12 has no model
+    class for them, and their processor's class says Qwen2.5-VL: choose the family by name. Their text model is a plain
+    Qwen3, so positions count tokens."""
 
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)

@@ -223,24 +223,18 @@ KEPT_STRUCTURES = 256  # structures whose layouts are cached; data sets have few
 
 
 class Structure:
-    """A conversation's structure under a template: where its pieces go, whatever they say.
-
-    Attributes:
-        messages, tools: with marks.
-        as_python: whether arguments of a call are shown as Python writes them.
-        answers: once they were looked for.
-        turns: turn of each mark.
-    """
+    """A conversation's structure under a template: where its pieces go, whatever they say."""
 
     def __init__(self, messages: Messages, tools: Tools, text: str, pieces: Sequence[Piece]) -> None:
-        self.messages, self.tools = messages, tools
+        self.messages, self.tools = messages, tools  # with marks
         self.layout = Layout.of(text, pieces)
         self.missing, self.disorder = self.layout.missing(), self.layout.disorder()
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
         objects = (call.get("arguments") for call in calls)
+        # Whether arguments of a call are shown as Python writes them.
         self.as_python = any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
-        self.answers: list[Answer] | None = None
-        self.turns = [self.layout.pieces[piece].turn for piece in self.layout.order]
+        self.answers: list[Answer] | None = None  # once they were looked for
+        self.turns = [self.layout.pieces[piece].turn for piece in self.layout.order]  # turn of each mark
         self.roles = [message.get("role") for message in messages]
 
 

@@ -209,8 +209,8 @@ class RecordFiles:
 
     def place(self, reference: str | EmbeddedBytes, root: Path | str, members: Mapping[str, MemberBytes]) -> str:
         """The file of one image or video of a record. Raises SampleRejected: ``corrupt_media`` for an address that
-        cannot be decoded, ``media_too_large``, and the reasons of `resolve_media`; UserError: a store does not answer;
-        the file may be in order; OSError: there is no room for a copy.
+        cannot be decoded, ``media_too_large``, and the reasons of `resolve_media`; UserError: a store does not answer,
+        and the file may be in order; OSError: there is no room for a copy.
 
         Args:
             reference: a path, a ``data:`` address, or bytes.

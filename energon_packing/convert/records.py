@@ -165,7 +165,7 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class ParsedRecord:
-    """One record of a source, its media not looked at yet. The others are those of `Conversation`."""
+    """One record of a source, its media not looked at yet. Fields without a comment are those of `Conversation`."""
 
     turns: tuple[Turn, ...]  # in order; their `MediaPart` indices count up from 0 over the whole record
     references: tuple[MediaReference, ...]  # the media that the indices refer to
@@ -235,8 +235,7 @@ def parse_record(
     kto_label: str | None = None,
     missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
-    """Reads one record. Raises SampleRejected: with most of the reasons that docs/convert.md lists, those of files
-    aside.
+    """Reads one record. Raises SampleRejected: most of the reasons that docs/convert.md lists, those of files aside.
 
     Args:
         value: the parsed JSON.

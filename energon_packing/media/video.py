@@ -146,18 +146,13 @@ def _run(times: Sequence[int], needed: Set[int], start: int, stop: int, wanted: 
 
 
 class FrameStack:
-    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`.
-
-    Attributes:
-        wanted: the numbers without repetition, ascending.
-        missing: how many of them were not taken yet.
-    """
+    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`."""
 
     def __init__(self, indices: Sequence[int], max_pixels: int, max_bytes: int | None) -> None:
         import av.video.reformatter
 
         self.wanted = sorted(set(indices))
-        self.missing = len(self.wanted)
+        self.missing = len(self.wanted)  # how many of them were not taken yet
         self._indices, self._max_pixels, self._max_bytes = indices, max_pixels, max_bytes
         self._size: tuple[int, int] | None = None
         self._frames: np.ndarray | None = None  # rows of pixels, like images

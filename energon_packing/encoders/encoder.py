@@ -362,6 +362,7 @@ class ConversationEncoder(SampleEncoder):
 
     @property
     def takes(self) -> str:
+        """Media that the encoder accepts, in words."""
         return " and ".join(["text", *sorted(self.kinds)])
 
     def _adds_tokens(self, text: str) -> bool:

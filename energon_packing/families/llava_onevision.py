@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: tiles at the best of several resolutions. LLaVA-OneVision: several images, and pooled frames, too."""
+"""LLaVA-NeXT, tiles at the best of several resolutions; LLaVA-OneVision, also several images and pooled frames."""
 
 import math
 from collections.abc import Sequence

@@ -235,13 +235,8 @@ def parse_record(
     kto_label: str | None = None,
     missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
-    """Reads one record. Raises SampleRejected: most of the reasons that docs/convert.md lists, those of files aside.
-
-    Args:
-        value: the parsed JSON.
-        layout: the name of one rejects all others; ``auto`` detects it. It and the others as in
-            `energon_packing.convert.config.ConvertConfig`.
-    """
+    """Reads one record, its parsed JSON; the other arguments are those of `energon_packing.convert.config`. Raises
+    SampleRejected: most of the reasons that docs/convert.md lists, those of files aside."""
     expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
     if column_map:

@@ -26,8 +26,7 @@ _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
 RECORD_FIELDS = frozenset(("version", "id", "turns", "media", "tools", "chosen", "rejected", "extras"))
 _LISTS = ("frame_names", "frame_times", "time_points")
-MOST_POINTS = 1000
-"""Corners of `Media.time_points`, a number and a second each."""
+MOST_POINTS = 1000  # corners of `Media.time_points`, a number and a second each
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", *_LISTS)
 
 
@@ -468,8 +467,7 @@ def media_of(entry: Any) -> Media:
         if entry.get(what) is not None:
             whole = what not in ("fps", "duration")
             _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}", whole=whole)
-    lists = (tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in _LISTS)
-    names, times, points = lists
+    names, times, points = (tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in _LISTS)
     for frame in names:
         _RECORD.check_name(frame, kind, "a media entry")
     if (names or times) and (kind != "video" or entry.get("frames") != len(names) or names[0] != name):

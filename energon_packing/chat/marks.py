@@ -12,21 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
-from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split_answer
+from energon_packing.chat.thinking import CLOSE, OPEN, TAG, split_answer, tagged
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
 from energon_packing.errors import SampleRejected, some_of
 
 PieceKind = Literal["text", "thinking", "call", "argument", "definition"]
-DEFINITIONS = -1
-"""Turn of the pieces that belong to no turn: tool definitions."""
+DEFINITIONS = -1  # turn of the pieces that belong to no turn: tool definitions
 MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may look for in a text: tags, and words in brackets."""
 _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
 
 
 Messages = list[dict[str, Any]]
-Tools = list[dict[str, Any]] | None
-"""Messages and tool definitions as a template takes them."""
+Tools = list[dict[str, Any]] | None  # messages and tool definitions as a template takes them
 
 
 class Piece(NamedTuple):
@@ -55,21 +53,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passing:
-    """How a conversation is passed to a template; templates expect different forms.
+    """How a conversation is passed to a template; templates expect different forms."""
 
-    Attributes:
-        no_text_is_none: the content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
-        arguments_as_text: arguments of calls are JSON text, not objects (DeepSeek-V3).
-        name_results: a tool's result carries the name of the tool.
-        thinking_apart: thinking of a field stays a field; otherwise it opens the text.
-        thinking_split: thinking that opens a text becomes a field (gpt-oss, Gemma 4, Qwen3.8 know no tags).
-    """
-
+    # The content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
     no_text_is_none: bool = False
-    arguments_as_text: bool = False
-    name_results: bool = False
-    thinking_apart: bool = False
-    thinking_split: bool = False
+    arguments_as_text: bool = False  # arguments of calls are JSON text, not objects (DeepSeek-V3)
+    name_results: bool = False  # a tool's result carries the name of the tool
+    thinking_apart: bool = False  # thinking of a field stays a field; otherwise it opens the text
+    thinking_split: bool = False  # thinking that opens a text becomes a field (gpt-oss, Gemma 4, Qwen3.8 know no tags)
 
 
 class Marks:
@@ -105,8 +96,7 @@ class Marks:
         tags = TAG.findall(text) if answer and "think>" in text else []
         # Thinking models are given the opening tag, so data may hold the closing tag alone.
         depth, pieces = depth or int(tags[:1] == [CLOSE]), []
-        split = MARKUP if self._markup else TAG
-        for at, run in enumerate(re.split(f"({split.pattern})", text)):
+        for at, run in enumerate(re.split(f"({(MARKUP if self._markup else TAG).pattern})", text)):
             if at % 2:
                 depth += {OPEN: 1, CLOSE: -1}.get(run, 0) if answer else 0
                 pieces.append(run)
@@ -154,8 +144,8 @@ def to_messages(
         if turn.role == "assistant":
             thinking = turn.thinking or None
             if thinking is not None and not passing.thinking_apart:
-                parts = joined_answer(thinking, parts)
-                thinking = None
+                first, others = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
+                parts, thinking = (tagged(thinking) + first, *others), None
             elif thinking is None and passing.thinking_split:
                 thinking, parts = split_answer(parts)
             if thinking is not None:
@@ -195,7 +185,6 @@ def _content(
 
 
 def _call(turn: int, call: Mapping[str, Any], marks: Marks | None, passing: Passing) -> tuple[dict[str, Any], str]:
-    """A call as the template takes it, and its name."""
     function = call.get("function")
     inner: Mapping[str, Any] = function if isinstance(function, Mapping) else call
     name, arguments = inner.get("name"), inner.get("arguments")
@@ -221,21 +210,14 @@ def _definition(tool: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A rendering, split at its marks.
+    """A rendering, split at its marks."""
 
-    Attributes:
-        frames: the template's text around the marks, one more than there are marks.
-        order: index of the piece of each mark; a piece that is shown twice has two marks.
-        pieces: of the conversation that this was made from.
-    """
-
-    frames: tuple[str, ...]
-    order: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    frames: tuple[str, ...]  # the template's text around the marks, one more than there are marks
+    order: tuple[int, ...]  # index of the piece of each mark; a piece that is shown twice has two marks
+    pieces: tuple[Piece, ...]  # of the conversation that this was made from
 
     @classmethod
     def of(cls, marked: str, pieces: Sequence[Piece]) -> Self:
-        """Splits a rendering at its marks."""
         frames, order, cursor = [], [], 0
         for start, end, piece in find_marks(marked):
             if piece >= len(pieces):
@@ -266,7 +248,6 @@ class Layout:
         return places
 
     def _first_marks(self) -> Iterator[tuple[int, int]]:
-        """Yields the first mark of every piece of a turn, and the turn."""
         shown: set[int] = set()
         for at, piece in enumerate(self.order):
             turn = self.pieces[piece].turn

@@ -23,14 +23,12 @@ from typing import Any
 from energon_packing.errors import ConfigError
 
 _DIRECTORY = Path(__file__).parent / "prompts"
-LARGEST_FILE = 2**20
-"""Most bytes of a template; a larger file is something else."""
+LARGEST_FILE = 2**20  # most bytes of a template; a larger file is something else
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOKENS = re.compile(r"^\s*(tokens|tokens of tools):(.*)$", re.MULTILINE)
 
 
 def builtin_prompts() -> list[str]:
-    """Returns the names of the built-in prompt formats, sorted."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.jinja"))
 
 
@@ -46,9 +44,8 @@ def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
         try:
             declared[line[1]] = [str(token) for token in json.loads(line[2])]
         except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"encoder.chat_template: {name!r} declares {line[0].strip()!r}, which is no JSON list of texts."
-            ) from error
+            why = "which is no JSON list of texts."
+            raise ConfigError(f"encoder.chat_template: {name!r} declares {line[0].strip()!r}, {why}") from error
     if "tokens" not in declared:
         return source
     if tokenizer.eos_token is None and "eos_token" in _COMMENT.sub("", source):
@@ -70,7 +67,6 @@ def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
 
 
 def prompt_text(name: str) -> str:
-    """Returns the text of a built-in prompt format or of a Jinja file."""
     names = builtin_prompts()
     path = _DIRECTORY / f"{name}.jinja" if name in names else Path(name)
     if path.suffix in (".yaml", ".yml"):
@@ -85,10 +81,8 @@ def prompt_text(name: str) -> str:
     except (OSError, UnicodeDecodeError, ValueError) as error:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"encoder.chat_template: {name!r} cannot be read ({error}); give a Jinja file, or one of "
-            f"{', '.join(names)}.{hint}"
-        ) from error
+        fix = f"give a Jinja file, or one of {', '.join(names)}.{hint}"
+        raise ConfigError(f"encoder.chat_template: {name!r} cannot be read ({error}); {fix}") from error
     if not source.strip():
         raise ConfigError(f"encoder.chat_template: {name!r} is empty; give a Jinja file.")
     return source

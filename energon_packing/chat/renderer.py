@@ -30,10 +30,8 @@ class TemplateRenderer:
     def __init__(self, source: str, special: Mapping[str, Any], *, date: str | None = None) -> None:
         code = _COMMENT.sub("", source)
         if chance := _CHANCE.search(code):
-            raise ConfigError(
-                f"The chat template draws at random ({chance[0]!r}), so that a sample would have other tokens whenever "
-                "it is measured; remove that from the template."
-            )
+            why = "so that a sample would have other tokens whenever it is measured; remove that from the template."
+            raise ConfigError(f"The chat template draws at random ({chance[0]!r}), {why}")
         if date is None and _CLOCK.search(code):
             _no_date("")
         self.source = source
@@ -51,9 +49,8 @@ class TemplateRenderer:
         try:
             return render_template(self.source, messages, tools, special=self._special, prompt=prompt)
         except jinja2.exceptions.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"The chat template is not valid Jinja (line {error.lineno}): {error.message}."
-            ) from error
+            why = f"(line {error.lineno}): {error.message}."
+            raise ConfigError(f"The chat template is not valid Jinja {why}") from error
         except ConfigError:
             raise
         except Exception as error:
@@ -85,7 +82,6 @@ class TemplateRenderer:
 
     @cached_property
     def thinking(self) -> ThinkingForm:
-        """How the template writes thinking."""
         if not _FIELDS.search(self.source):
             return PLAIN
 
@@ -110,8 +106,7 @@ class TemplateRenderer:
             return False
         # Without a default prompt, the text without a system turn is the text with one, less one stretch.
         start = min(common_prefix(spoken, without), max(spoken.find(word), 0))
-        end = common_prefix(spoken[::-1], without[start:][::-1])
-        return start + end < len(without)
+        return start + common_prefix(spoken[::-1], without[start:][::-1]) < len(without)
 
     def _wants_lists(self) -> bool:
         """Whether the template reads content only as a list of parts, as some vision templates (LLaVA's) do."""
@@ -119,9 +114,8 @@ class TemplateRenderer:
             with contextlib.suppress(SampleRejected):
                 if _PROBE in self.run([{"role": "user", "content": content}], None)[0]:
                     return as_list
-        raise ConfigError(
-            "The chat template renders no text for a plain user message; give another encoder.chat_template."
-        )
+        fix = "give another encoder.chat_template."
+        raise ConfigError(f"The chat template renders no text for a plain user message; {fix}")
 
 
 def _no_date(form: str) -> str:
@@ -132,7 +126,6 @@ def _no_date(form: str) -> str:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """Returns the length of the prefix that both texts share."""
     shorter = min(len(one), len(other))
     return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
@@ -141,12 +134,9 @@ def render_template(
     source: str, messages: Messages, tools: Tools, *, special: Mapping[str, Any], prompt: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """Renders one conversation as ``apply_chat_template`` does, in the sandbox that transformers makes; see
-    `TemplateRenderer.run`.
-
-    If transformers has the functions that ``render_jinja_template`` calls, under their names of 5.12, they are called
-    directly with the compiled template, which transformers caches: the wrapper searches the template's text again for
-    every conversation, which takes a tenth of the time.
-    """
+    `TemplateRenderer.run`. If transformers has the functions that ``render_jinja_template`` calls, under their names of
+    5.12, they are called directly with the compiled template, which transformers caches: the wrapper searches the
+    template's text again for every conversation, which takes a tenth of the time."""
     from transformers.utils import chat_template_utils
 
     tracked = getattr(chat_template_utils, "_render_with_assistant_indices", None)

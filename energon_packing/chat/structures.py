@@ -31,21 +31,16 @@ _LEADING = (
 
 
 class Answer(NamedTuple):
-    """An assistant turn in a layout.
-
-    Attributes:
-        first: its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it.
-        last: its last mark; the answer ends ``after`` characters after it.
-        added: the text at which generation stops, if the template writes it only before another turn and none follows.
-        opens: whether the answer ends with the token that opens the next turn; the text after it belongs to that turn.
-    """
+    """An assistant turn in a layout."""
 
     turn: int
-    first: int
+    first: int  # its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it
     before: int
-    last: int
+    last: int  # its last mark; the answer ends ``after`` characters after it
     after: int
+    # The text at which generation stops, if the template writes it only before another turn and none follows.
     added: str = ""
+    # Whether the answer ends with the token that opens the next turn; the text after it belongs to that turn.
     opens: bool = False
 
 
@@ -89,19 +84,13 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 class AnswerSearch(NamedTuple):
-    """Finds the answers of a conversation in its layout.
-
-    Attributes:
-        messages: with marks, those that the layout was made from.
-        render: runs the template.
-        thinking: what the template writes before thinking; a generation prompt that holds it opens the thinking.
-    """
+    """Finds the answers of a conversation in its layout."""
 
     layout: Layout
-    messages: Sequence[dict[str, Any]]
-    render: Render
+    messages: Sequence[dict[str, Any]]  # with marks, those that the layout was made from
+    render: Render  # runs the template
     stops: StopTokens
-    thinking: str
+    thinking: str  # what the template writes before thinking; a generation prompt that holds it opens the thinking
 
     def answers(self) -> list[Answer]:
         """Returns all answers with at least one mark. Raises SampleRejected: ``assistant_first`` if the template does
@@ -230,29 +219,22 @@ def _behind(text: str, piece: int | None) -> str | None:
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
 """Ways to mark a conversation, the most informative first; the others suit templates that look into texts or calls."""
-KEPT_STRUCTURES = 256
-"""Structures whose layouts are cached; data sets have few, and each costs two or more renderings."""
+KEPT_STRUCTURES = 256  # structures whose layouts are cached; data sets have few, and each costs two or more renderings
 
 
 class Structure:
-    """A conversation's structure under a template: where its pieces go, whatever they say.
-
-    Attributes:
-        messages, tools: with marks.
-        as_python: whether arguments of a call are shown as Python writes them.
-        answers: once they were looked for.
-        turns: turn of each mark.
-    """
+    """A conversation's structure under a template: where its pieces go, whatever they say."""
 
     def __init__(self, messages: Messages, tools: Tools, text: str, pieces: Sequence[Piece]) -> None:
-        self.messages, self.tools = messages, tools
+        self.messages, self.tools = messages, tools  # with marks
         self.layout = Layout.of(text, pieces)
         self.missing, self.disorder = self.layout.missing(), self.layout.disorder()
         calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
         objects = (call.get("arguments") for call in calls)
+        # Whether arguments of a call are shown as Python writes them.
         self.as_python = any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
-        self.answers: list[Answer] | None = None
-        self.turns = [self.layout.pieces[piece].turn for piece in self.layout.order]
+        self.answers: list[Answer] | None = None  # once they were looked for
+        self.turns = [self.layout.pieces[piece].turn for piece in self.layout.order]  # turn of each mark
         self.roles = [message.get("role") for message in messages]
 
 
@@ -438,7 +420,6 @@ def _thought_too_late(conversation: Conversation, structure: Structure) -> list[
 
 
 def _says(turn: Turn) -> bool:
-    """Whether a turn has a word, an image or a video."""
     return bool(turn.text.strip()) or any(isinstance(part, MediaPart) for part in turn.parts)
 
 

@@ -33,16 +33,12 @@ END_OF_TURN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderedChat:
-    """A conversation as text.
+    """A conversation as text."""
 
-    Attributes:
-        text: the rendering, with one placeholder per image or video.
-        spans: trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
-        ends: for each answer that was found, the turns up to and including it, and the characters that they fill.
-    """
-
-    text: str
+    text: str  # the rendering, with one placeholder per image or video
+    # Trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
     spans: tuple[TrainedSpan, ...]
+    # For each answer that was found, the turns up to and including it, and the characters that they fill.
     ends: tuple[tuple[int, int], ...] = ()
 
 
@@ -72,15 +68,11 @@ class ChatTemplate:
     ) -> None:
         source = source if source is not None else tokenizer.chat_template
         if isinstance(source, Mapping):
-            raise ConfigError(
-                f"The processor has several chat templates ({', '.join(map(str, source))}); write the one to train "
-                "with into a Jinja file and name it with encoder.chat_template."
-            )
+            fix = "write the one to train with into a Jinja file and name it with encoder.chat_template."
+            raise ConfigError(f"The processor has several chat templates ({', '.join(map(str, source))}); {fix}")
         if not isinstance(source, str) or not source:
-            raise ConfigError(
-                "The processor has no chat template; name a Jinja file with encoder.chat_template, "
-                "or use a processor that ships one."
-            )
+            fix = "name a Jinja file with encoder.chat_template, or use a processor that ships one."
+            raise ConfigError(f"The processor has no chat template; {fix}")
         self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
@@ -133,11 +125,9 @@ class ChatTemplate:
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def trained_turns(self, conversation: Conversation) -> frozenset[int]:
-        """Returns the turns of a record that are trained; with ``train_on: all``, every turn. Raises as `render`.
-
-        A record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
-        earlier answer becomes the last one, and none is trained that the template does not mark in the whole.
-        """
+        """Returns the turns of a record that are trained; with ``train_on: all``, every turn. Raises as `render`. A
+        record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
+        earlier answer becomes the last one, and none is trained that the template does not mark in the whole."""
         if self.train_on == "all":
             return frozenset(range(len(conversation.turns)))
         chat = self.render(conversation)
@@ -147,11 +137,8 @@ class ChatTemplate:
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
         """Returns where the first ``turns`` turns of a conversation end in the text that `render` returned, in
-        characters.
-
-        None if the template does not tell: it refuses those turns alone or renders them differently, and they do not
-        end with an answer.
-        """
+        characters. None if the template does not tell: it refuses those turns alone or renders them differently, and
+        they do not end with an answer."""
         conversation = as_shown(conversation, self.thinking)
         try:
             messages, tools = self.renderer.messages(conversation)
@@ -228,7 +215,6 @@ class ChatTemplate:
         return found
 
     def _tie(self, reading: Reading) -> dict[int, list[TrainedSpan]]:
-        """The spans that the template marks, by turn."""
         text, turns, roles = reading.text, reading.structure.turns, reading.structure.roles
         starts = [start for start, _ in reading.places]
         tied: dict[int, list[TrainedSpan]] = {}
@@ -262,8 +248,7 @@ class ChatTemplate:
         """Spans of the trained turns, with the weights of their turns; ``worded`` are those with a word to train."""
         weights = [turn.loss_weight for turn in conversation.turns]
         answers = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
-        weighted = any(weights[number] is not None for number in answers)
-        if self.train_on == "all" and not weighted:
+        if self.train_on == "all" and all(weights[number] is None for number in answers):
             return [TrainedSpan(start=0, end=len(text))]
         texts = {n for n in answers if all(isinstance(part, str) for part in conversation.turns[n].parts)}
         hidden = [n for n in answers if weights[n] and not spans.get(n) and not (n in texts and n not in worded)]
@@ -280,19 +265,16 @@ class ChatTemplate:
             weight = weights[turn]
             is_shown = turn in worded and (spans.get(turn) or self.renderer.marks_generation)
             if weight != 0 and turn in texts and not is_shown:
-                raise SampleRejected(
-                    "empty_answer",
-                    f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0",
-                )
+                fix = "remove it, or set its weight to 0"
+                raise SampleRejected("empty_answer", f"turn {turn + 1} (assistant) has no word to train; {fix}")
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen
 
 
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
-    """Returns the text that stands for one image or video, for prompt formats that leave it to the processor.
-
-    ``image`` and ``video`` are what the processor's own template (``source``) writes for one between two texts, frame
-    included, or the placeholder if it writes none; ``image_token`` and ``video_token`` are the placeholder alone."""
+    """Returns the text that stands for one image or video, for prompt formats that leave it to the processor. ``image``
+    and ``video`` are what the processor's own template (``source``) writes for one between two texts, frame included,
+    or the placeholder if it writes none; ``image_token`` and ``video_token`` are the placeholder alone."""
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
     for kind, placeholder in placeholders.items():
@@ -310,11 +292,9 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
 
 
 def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
-    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind.
-
-    It is the difference to the same message without it, wherever the template puts it: between two texts, or before
-    both, as LLaVA's do. Both sides are empty if the template does not take this kind.
-    """
+    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind. It
+    is the difference to the same message without it, wherever the template puts it: between two texts, or before both,
+    as LLaVA's do. Both sides are empty if the template does not take this kind."""
     texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
     frames: dict[MediaKind, tuple[str, str]] = {}
     for kind, placeholder in placeholders.items():

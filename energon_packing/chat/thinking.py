@@ -16,8 +16,7 @@ from energon_packing.errors import SampleRejected
 
 OPEN, CLOSE = "<think>", "</think>"
 TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
-LINE_ENDS = "\r\n"
-"""What belongs to a tag beside it; spaces and tabs belong to the text."""
+LINE_ENDS = "\r\n"  # what belongs to a tag beside it; spaces and tabs belong to the text
 _EMPTY_OPENING = re.compile(rf"\A\s*{re.escape(OPEN)}\s*{re.escape(CLOSE)}[{LINE_ENDS}]*")
 _A_TAG = re.compile(r"\s*(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|◁[^◁▷\s]{1,40}▷)")
 
@@ -32,20 +31,13 @@ class TrainedSpan(NamedTuple):
 
 
 class ThinkingForm(NamedTuple):
-    """How a chat template writes thinking.
+    """How a chat template writes thinking."""
 
-    Attributes:
-        field: whether it shows a field of the message.
-        inline: whether it takes tags in the text for the same (gpt-oss, Gemma 4 and Qwen3.8 know the field alone).
-        opening, closing: what stands before and after thinking, without the white space around it.
-        breaks: line ends that belong to an empty thinking with which the template opens an answer that has none.
-    """
-
-    field: bool
-    inline: bool
-    opening: str
+    field: bool  # whether it shows a field of the message
+    inline: bool  # whether it takes tags in the text for the same (gpt-oss, Gemma 4 and Qwen3.8 know the field alone)
+    opening: str  # opening and closing: what stands before and after thinking, without the white space around it
     closing: str
-    breaks: int
+    breaks: int  # line ends that belong to an empty thinking with which the template opens an answer that has none
 
     def before(self, text: str, start: int, end: int) -> int | None:
         """Returns where the marks begin that end at ``end``, white space aside; None if none is in ``[start, end)``."""
@@ -99,8 +91,7 @@ def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingFo
         empty = form.empty(silent, 0, len(silent)) if closing else None
         if empty is None:
             # What thinking adds, moved to end with the closing mark: the same text may stand at both ends of it.
-            added = len(shown) - len(without)
-            opening = shown[max(end - added, 0) : start].strip()
+            opening = shown[max(end - (len(shown) - len(without)), 0) : start].strip()
             return form._replace(opening=opening.removeprefix(header).strip())
         rest = silent[empty[1] :]
         return form._replace(breaks=len(rest) - len(rest.lstrip("\n")))
@@ -117,8 +108,12 @@ def as_shown(conversation: Conversation, choice: str) -> Conversation:
     its tags and the line ends after them, with ``trim_empty`` without empty thinking at the beginning of answers.
     Raises SampleRejected: ``unclosed_thinking`` if for ``strip`` a tag has no partner in its text, or for ``mask`` an
     opening one has none."""
-    if choice == "mask":
-        check_closed(conversation)
+    for turn in conversation.turns if choice == "mask" else ():
+        depth = 0
+        for tag in TAG.findall(turn.text) if turn.role == "assistant" else ():
+            depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
+        if depth:
+            raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
     if choice not in ("strip", "trim_empty"):
         return conversation
     change = _without_thinking if choice == "strip" else partial(_EMPTY_OPENING.sub, "")
@@ -154,11 +149,8 @@ def _without_thinking(text: str) -> str:
 
 def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]:
     """Returns the thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong
-    to them.
-
-    None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
-    prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
-    """
+    to them. None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models
+    whose prompt opens the thinking may hold the closing tag alone. Empty thinking is None."""
     first = parts[0] if parts else None
     if not isinstance(first, str) or CLOSE not in first:
         return None, parts
@@ -169,22 +161,6 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
     thinking = before.lstrip().removeprefix(OPEN).strip(LINE_ENDS)
     answer = after.lstrip(LINE_ENDS)
     return (thinking if thinking.strip() else None), (answer, *parts[1:]) if answer else parts[1:]
-
-
-def joined_answer(thinking: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Returns an answer with the thinking of its field in its text."""
-    first, others = (parts[0], parts[1:]) if parts and isinstance(parts[0], str) else ("", parts)
-    return tagged(thinking) + first, *others
-
-
-def check_closed(conversation: Conversation) -> None:
-    """Checks that no thinking in a text stays open; raises SampleRejected ``unclosed_thinking``."""
-    for turn in conversation.turns:
-        depth = 0
-        for tag in TAG.findall(turn.text) if turn.role == "assistant" else ():
-            depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
-        if depth:
-            raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
 
 
 def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:

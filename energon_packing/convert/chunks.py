@@ -33,47 +33,31 @@ class MemberBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One file of records.
+    """One file of records."""
 
-    Attributes:
-        path: where it is on this machine, once it is fetched.
-        name: its path in reports, relative to the directory that was named; unique in a conversion.
-        origin: index into `ConvertConfig.sources`.
-        size: bytes.
-        address: of a file in an object store; None for one of this machine.
-    """
-
-    path: Path
-    name: str
-    origin: int
-    size: int = 0
-    address: str | None = None
+    path: Path  # where it is on this machine, once it is fetched
+    name: str  # its path in reports, relative to the directory that was named; unique in a conversion
+    origin: int  # index into `ConvertConfig.sources`
+    size: int = 0  # bytes
+    address: str | None = None  # of a file in an object store; None for one of this machine
 
     @property
     def place(self) -> str:
-        """The address, or the absolute path."""
         return self.address or str(self.path.absolute())
 
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class RawRecord:
-    """One record as it is in its file.
-
-    Attributes:
-        number: line of a JSON Lines file, from 1; index in an array, from 0.
-        where: ``name:line`` or ``name[index]``, for a reader.
-        value, error: the parsed JSON, or None and why it could not be parsed.
-        members: of a record in a tar, the files beside it, by each name that it may use.
-        warnings: names of oddities of the form in which the file holds it.
-    """
+    """One record as it is in its file."""
 
     source: SourceFile
-    number: int
-    where: str
-    value: Any
+    number: int  # line of a JSON Lines file, from 1; index in an array, from 0
+    where: str  # ``name:line`` or ``name[index]``, for a reader
+    value: Any  # value and error: the parsed JSON, or None and why it could not be parsed
     error: SampleRejected | None = None
+    # Of a record in a tar, the files beside it, by each name that it may use.
     members: Mapping[str, MemberBytes] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # names of oddities of the form in which the file holds it
 
 
 LINES = ("lines", "text")
@@ -82,31 +66,23 @@ Form = Literal["lines", "text", "array", "object", "rows", "cells", "samples", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Records of one file that follow each other, to be parsed elsewhere.
-
-    Attributes:
-        form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``cells``
-            those of CSV and TSV, ``samples`` those of a tar, ``yielded`` those that a reader made.
-        start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of a
-            tar, nothing but progress.
-        first: number of the first record: line of a JSON Lines file, from 1; index in an array, from 0.
-        position: bytes of the file up to the end of the chunk, where they are not `end`; for progress alone.
-        path: of the file that holds the bytes; None for the source itself, which is not compressed.
-        samples: name of each sample of a tar, and its members.
-        yielded: the pickle of each record that a reader made.
-        error: in place of records, why the one at `first` and all that follow cannot be told apart.
-    """
+    """Records of one file that follow each other, to be parsed elsewhere."""
 
     source: SourceFile
+    # How the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``cells`` those of
+    # CSV and TSV, ``samples`` those of a tar, ``yielded`` those that a reader made.
     form: Form
+    # start and end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of
+    # a tar, nothing but progress.
     start: int = 0
     end: int = 0
-    first: int = 0
+    first: int = 0  # number of the first record: line of a JSON Lines file, from 1; index in an array, from 0
+    # In place of records, why the one at `first` and all that follow cannot be told apart.
     error: SampleRejected | None = None
-    position: int = -1
-    path: Path | None = None
-    samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
-    yielded: tuple[bytes, ...] = ()
+    position: int = -1  # bytes of the file up to the end of the chunk, where they are not `end`; for progress alone
+    path: Path | None = None  # of the file that holds the bytes; None for the source itself, which is not compressed
+    samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()  # name of each sample of a tar, and its members
+    yielded: tuple[bytes, ...] = ()  # the pickle of each record that a reader made
 
     def where(self, number: int) -> str:
         """Where the record of this number is, for a reader."""
@@ -117,7 +93,6 @@ class Chunk:
         return RawRecord(source=self.source, number=number, where=self.where(number) + note, value=value, **more)
 
     def broken(self, number: int, detail: str, reason: str = "bad_json", note: str = "") -> RawRecord:
-        """The record of this number, which cannot be read."""
         error = SampleRejected(reason, f"{self.where(number)}{note}: {detail}")
         return self.record(number, None, note, error=error)
 
@@ -178,15 +153,13 @@ def suffix_of(path: Path) -> tuple[str, str | None]:
 def find_sources(
     sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = (), notes: list[str] | None = None
 ) -> list[SourceFile]:
-    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path).
+    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path). Raises
+    UserError: a path is missing, a directory holds no file of records, a named file is empty.
 
     Args:
         sources: files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth).
         exclude: directories whose content is never a source, such as the output.
         notes: receives a sentence about what a directory holds that is not read, and about files that have two names.
-
-    Raises:
-        UserError: a path is missing, a directory holds no file of records, a named file is empty.
     """
     shut = [path.absolute().resolve() for path in exclude]
 
@@ -236,7 +209,6 @@ def hub_blobs(root: Path) -> Path | None:
 
 
 def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
-    """`_found` for an address."""
     address = shown(source)
     with said_of_system(f"{address} cannot be read"):
         if (file := status(address)) is not None:
@@ -339,7 +311,6 @@ def _has_records(path: Path) -> bool:
 
 
 def _is_hidden(path: Path, root: Path = Path()) -> bool:
-    """Whether a part of a path below a directory is hidden."""
     return path.is_relative_to(root) and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 

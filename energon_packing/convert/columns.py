@@ -83,8 +83,7 @@ class EmbeddedBytes:
         return f"{self.name!r} ({len(self.content)} bytes in the record)"
 
 
-MediaPath = str | EmbeddedBytes
-"""A path or an address, or the bytes themselves."""
+MediaPath = str | EmbeddedBytes  # a path or an address, or the bytes themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,20 +96,13 @@ class FileReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaReference:
-    """An image or video as the record names it.
-
-    Attributes:
-        paths: one file, or the frames of a video that is a list of images.
-        is_frames: whether the paths are such a list (which may hold a single image).
-        fps: rate of a list of frames; None for a file, which states its own.
-        times: seconds of each frame, if the record has them.
-    """
+    """An image or video as the record names it."""
 
     kind: MediaKind
-    paths: tuple[MediaPath, ...]
-    is_frames: bool = False
-    fps: float | None = None
-    times: tuple[float, ...] = ()
+    paths: tuple[MediaPath, ...]  # one file, or the frames of a video that is a list of images
+    is_frames: bool = False  # whether the paths are such a list (which may hold a single image)
+    fps: float | None = None  # rate of a list of frames; None for a file, which states its own
+    times: tuple[float, ...] = ()  # seconds of each frame, if the record has them
 
     @property
     def files(self) -> tuple[FileReference, ...]:
@@ -175,13 +167,8 @@ def reference_of(
     entry: Any, kind: MediaKind, where: str, frame_fps: float, rate: Any = None, times: Any = None
 ) -> MediaReference:
     """One image or video: a path or ``{"path": ...}``; for a video also a list of frames or a timed
-    ``{"frames": [...]}``; raises ``non_string_value``, ``bad_frames``.
-
-    Args:
-        where: column or part, for messages.
-        frame_fps: frames per second if no rate is stated.
-        rate, times: of a list of frames, from columns of their own; those of the entry take precedence.
-    """
+    ``{"frames": [...]}``, at ``frame_fps`` if neither it nor the columns of ``rate`` and ``times`` state a rate; raises
+    ``non_string_value``, ``bad_frames``. ``where`` is the column or part, for messages."""
     own = entry if isinstance(entry, dict) else {}
     frames = first_of(own, "frames", "video") if own else entry
     if kind != "video" or not isinstance(frames, list):
@@ -229,14 +216,9 @@ def refuse_own_view(
     value: Mapping[str, Any], kind: MediaKind, reason: str, what: str, *, is_frames: bool = False, is_part: bool = False
 ) -> None:
     """Rejects an object that asks for a part of a video, for a size or for frames of its own: it would be shown whole,
-    in another size or with other frames, and the answer, its boxes and times, would be about something else.
-
-    Fields as ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
-
-    Args:
-        value: a record, an entry of a column, or a content part (``is_part``), which ``what`` names.
-        is_frames: whether the video is a list of frames, which is used as it is; its rate says when they are shown.
-    """
+    in another size or with other frames, and the answer, its boxes and times, would be about something else. Fields as
+    ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them. ``what`` names the object: a record, an entry of a
+    column, or a content part (``is_part``). A list of frames (``is_frames``) is used as it is, shown at its rate."""
     of_video = _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ()) if kind == "video" and not is_frames else ()
     for name in _SIZES + of_video:
         asked = value.get(name)
@@ -257,13 +239,10 @@ def _path(entry: Any, name: str) -> MediaPath:
 
 
 def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder, warnings: list[str]) -> list[Turn]:
-    """Turns that name every image and video of a kind that no text has a placeholder for.
-
-    A text with some placeholders, but too few, stays as it is: nobody can say which of the images it means.
-
-    They come before or after the first turn of the user, images before videos, and ``media.references`` in the order of
-    the new turns. ``warnings`` receives ``placeholder_added``.
-    """
+    """Turns that name every image and video of a kind that no text has a placeholder for. A text with some
+    placeholders, but too few, stays as it is: nobody can say which of the images it means. They come before or after
+    the first turn of the user, images before videos, and ``media.references`` in the order of the new turns.
+    ``warnings`` receives ``placeholder_added``."""
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
     missing = [kind for kind, column in media.columns.items() if column and not media.named[kind]]
     if first is None or not missing:
@@ -403,15 +382,11 @@ def check_columns(
 
 
 def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: bool) -> dict[str, Any]:
-    """Reads the column ``extras`` (name -> value) and each separately named column.
-
-    A value is one number for all trained tokens, or a list with one number per token. For a pair, it is one number for
-    both answers, or ``{"chosen": ..., "rejected": ...}`` of numbers or lists. These may also be in two columns:
-    ``chosen_NAME`` and ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``.
-
-    Raises:
-        SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
-    """
+    """Reads the column ``extras`` (name -> value) and each separately named column. A value is one number for all
+    trained tokens, or a list with one number per token. For a pair, it is one number for both answers, or ``{"chosen":
+    ..., "rejected": ...}`` of numbers or lists. These may also be in two columns: ``chosen_NAME`` and
+    ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``. Raises SampleRejected: ``bad_extra`` for an invalid
+    value, ``conflicting_columns`` if a name has two values."""
     given = {} if says_nothing(record.get("extras")) else record["extras"]
     values = {**expect(given, dict, "bad_extra", "the extras column is", "name -> value")}
     for name in columns:

@@ -30,8 +30,7 @@ COLUMNS = (
     *("texts", "caption", "captions", "video_path"),
 )
 """Columns that may have another name, besides those that a layout declares."""
-FIELDS = ("role", "content")
-"""Fields of a message that may have another name."""
+FIELDS = ("role", "content")  # fields of a message that may have another name
 _MESSAGES = ("messages", "conversations", "chosen", "rejected")
 
 
@@ -41,19 +40,14 @@ def _columns() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnMap:
-    """How a data set names what layouts read.
+    """How a data set names what layouts read."""
 
-    Attributes:
-        columns: a column of `COLUMNS` or of a layout, or a field of `FIELDS`, -> its name in the data.
-        roles: a role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
-        only: whether such columns that are not named are left out and counted, as LLaMA-Factory does.
-        layout: what the report calls the records; empty for the name of the layout that is found.
-    """
-
+    # A column of `COLUMNS` or of a layout, or a field of `FIELDS`, -> its name in the data.
     columns: Mapping[str, str] = field(default_factory=dict)
+    # A role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
     roles: Mapping[str, str] = field(default_factory=dict)
-    only: bool = False
-    layout: str = ""
+    only: bool = False  # whether such columns that are not named are left out and counted, as LLaMA-Factory does
+    layout: str = ""  # what the report calls the records; empty for the name of the layout that is found
 
     def __post_init__(self) -> None:
         columns = (*_columns(), *FIELDS) if self.columns else ()
@@ -123,8 +117,7 @@ def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[st
     return names
 
 
-RecordFormat = str
-"""``auto``, or the name of one of `LAYOUTS`."""
+RecordFormat = str  # ``auto``, or the name of one of `LAYOUTS`
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 MissingPlaceholder = Literal["reject", "prepend", "append"]
@@ -133,8 +126,7 @@ DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
 DEFAULT_FRAME_FPS = 2.0
 """Frames per second of a list of images that states no rate; LLaMA-Factory and qwen-vl-utils assume the same."""
 _INSTEAD = "mount the storage, or copy the files with its own tool, and name the local path"
-_ROUNDED = 0.02
-"""How much less than 1 the shares of a split may be together."""
+_ROUNDED = 0.02  # how much less than 1 the shares of a split may be together
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -318,12 +310,10 @@ _SHARED = {name: name for name in ("system", "tools", "images", "videos", "audio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedDataset:
-    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion.
-
-    The rules are those of LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry
-    has the default names; with it, only the columns that it names are read. ``source`` is None if it is elsewhere;
-    media paths are relative to the directory of ``dataset_info.json``.
-    """
+    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion. The rules are those of
+    LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry has the default names;
+    with it, only the columns that it names are read. ``source`` is None if it is elsewhere; media paths are relative to
+    the directory of ``dataset_info.json``."""
 
     source: Path | None
     media_root: Path

@@ -29,8 +29,7 @@ def refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-STRICT = json.JSONDecoder(parse_constant=refuse_constant)
-"""Decides what a text means."""
+STRICT = json.JSONDecoder(parse_constant=refuse_constant)  # decides what a text means
 
 
 def parse_json(text: bytes) -> Any:
@@ -70,16 +69,12 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Element:
-    """One element of an array, or why it could not be read.
-
-    Attributes:
-        last: True if nothing after this element could be separated, so that reading ended.
-        start, end: bytes of the stream before the element and up to its end; 0 if it is such a last one.
-    """
+    """One element of an array, or why it could not be read."""
 
     value: Any = None
     error: str | None = None
-    last: bool = False
+    last: bool = False  # True if nothing after this element could be separated, so that reading ended
+    # start and end: bytes of the stream before the element and up to its end; 0 if it is such a last one.
     start: int = 0
     end: int = 0
 
@@ -138,7 +133,6 @@ class _Text:
         return not self.ended
 
     def peek(self) -> str:
-        """The next non-whitespace character; empty at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.at)
             self.at = match.end() if match else self.at

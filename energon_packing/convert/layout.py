@@ -36,7 +36,6 @@ import yaml
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.config import Layout
-from energon_packing.convert.fields import near_name
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
 from energon_packing.remote_files import read, remote_address
@@ -104,11 +103,9 @@ def write_metadataset(
 
 
 def media_names(layout: Layout, names: list[str]) -> list[str]:
-    """The names that a record stores for its media, one per mention (``<digest>.<extension>``).
-
-    Polylithic records use the names of the media store as they are. Monolithic records use ``.<i>.<extension>``, to
-    which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct files of the record.
-    """
+    """The names that a record stores for its media, one per mention (``<digest>.<extension>``). Polylithic records use
+    the names of the media store as they are. Monolithic records use ``.<i>.<extension>``, to which Energon's
+    `PrimaryFileStore` adds the sample's key; `i` counts the distinct files of the record."""
     if layout == "polylithic":
         return names
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -203,13 +200,9 @@ class IndexWriter:
         subflavors: Mapping[str, str] = SUBFLAVORS,
         with_records: bool = False,
     ) -> None:
-        """Completes the index, and writes the splits and the description of the data set.
-
-        Args:
-            shards: shard name -> number of samples, in the order of their numbers; names begin with their split.
-            identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
-            with_records: whether the samples hold records.
-        """
+        """Completes the index, and writes the splits and the description of the data set. ``shards`` (name -> number of
+        samples) are in the order of their numbers; names begin with their split. `index.uuid` is made of ``identity``,
+        16 bytes or more that depend on the content; ``with_records`` says whether the samples hold records."""
         self._flush()
         self._database.execute(
             "INSERT INTO media_filters (strategy, patterns, created_at_utc) VALUES ('EXTENSION', '', ?)", (_NO_TIME,)
@@ -247,8 +240,7 @@ def shard_ranges(names: list[str]) -> list[str]:
     return ranges
 
 
-CONVERSION_VERSION = 7
-"""Changes whenever the format of a conversion's files changes; part of the fingerprint."""
+CONVERSION_VERSION = 7  # changes whenever the format of a conversion's files changes; part of the fingerprint
 
 CONVERSION_FILE = "conversion.json"
 REJECTS_FILE = "rejects.jsonl"
@@ -347,14 +339,6 @@ class ConversionReport:
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
         # A column's name may hold half of a character; in JSON its escape is what Python writes for it, too.
         (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-
-
-def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Returns `ConversionReport.ignored_columns` of counts, by name."""
-    return {
-        name: {"records": counts[name]} | ({"did_you_mean": meant} if (meant := near_name(name)) else {})
-        for name in sorted(counts)
-    }
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:

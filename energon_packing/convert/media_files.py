@@ -34,8 +34,7 @@ from energon_packing.convert.layouts.layout import FileKind
 from energon_packing.errors import SampleRejected, UserError, fault_of, is_machines, read_again
 from energon_packing.remote_files import local_copy, status, within, without_secrets
 
-_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")
-"""How PNG, JPEG, GIF and WebP begin."""
+_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")  # how PNG, JPEG, GIF and WebP begin
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _FILE_ADDRESS = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
 _EXTENSION_OF_IMAGE = {"JPEG": "jpg", "MPO": "jpg", "JPEG2000": "jp2"}  # of all others, the name of their format
@@ -48,30 +47,23 @@ VIDEO_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaFile:
-    """One distinct image or video, checked.
-
-    Attributes:
-        path: the file, all links resolved.
-        name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
-        size: bytes.
-        width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation.
-        frames, fps, duration, container, time_points: of a video, see `energon_packing.media.probe.VideoInfo`.
-        format, mode, transparent, animated: of an image, see `energon_packing.media.probe.ImageInfo`.
-    """
+    """One distinct image or video, checked."""
 
     kind: MediaKind
-    path: str
+    path: str  # the file, all links resolved
+    # Its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
     name: str
-    size: int
-    width: int
+    size: int  # bytes
+    width: int  # width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation
     height: int
     stored_width: int
     stored_height: int
+    # frames, fps, duration, container, time_points: of a video, see `energon_packing.media.probe.VideoInfo`.
     frames: int | None = None
     fps: float | None = None
     duration: float | None = None
     container: str = ""
-    format: str = ""
+    format: str = ""  # format, mode, transparent, animated: of an image, see `energon_packing.media.probe.ImageInfo`
     mode: str = ""
     transparent: bool = False
     animated: bool = False
@@ -79,11 +71,9 @@ class MediaFile:
 
     @property
     def metadata(self) -> tuple[str, str]:
-        """Type and content of the file in the table of ``energon prepare --media-metadata-by-extension``.
-
-        Energon would decode every file again, and omits a whole shard if one file fails. As in Energon's own table,
-        sizes are those of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes.
-        """
+        """Type and content of the file in the table of ``energon prepare --media-metadata-by-extension``. Energon would
+        decode every file again, and omits a whole shard if one file fails. As in Energon's own table, sizes are those
+        of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes."""
         width, height = self.stored_width, self.stored_height
         said: dict[str, Any] = {"width": width, "height": height, "format": self.format, "mode": self.mode}
         if self.kind == "video":
@@ -153,7 +143,6 @@ def _plain_file(reference: str, root: str) -> str | None:
 
 
 def is_address(reference: str) -> bool:
-    """Whether a record names an address, not a path."""
     return _ADDRESS.match(reference) is not None
 
 
@@ -203,8 +192,7 @@ def open_regular(path: str) -> Any:
 
 
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")
-FETCHED = "fetched"
-"""Name of the directory of copies from object stores, in the working directory of the conversion."""
+FETCHED = "fetched"  # name of the directory of copies from object stores, in the working directory of the conversion
 _MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilobyte
 
 
@@ -220,18 +208,14 @@ class RecordFiles:
         self._fetched = lru_cache(maxsize=_MOST_RECENT)(fetched)
 
     def place(self, reference: str | EmbeddedBytes, root: Path | str, members: Mapping[str, MemberBytes]) -> str:
-        """The file of one image or video of a record.
+        """The file of one image or video of a record. Raises SampleRejected: ``corrupt_media`` for an address that
+        cannot be decoded, ``media_too_large``, and the reasons of `resolve_media`; UserError: a store does not answer,
+        and the file may be in order; OSError: there is no room for a copy.
 
         Args:
             reference: a path, a ``data:`` address, or bytes.
             root: of paths: a directory, or the address of one.
             members: files beside the record in its tar, by each name that it may use; a record with any has no root.
-
-        Raises:
-            SampleRejected: ``corrupt_media`` for an address that cannot be decoded, ``media_too_large``, and the
-                reasons of `resolve_media`.
-            UserError: a store does not answer; the file may be in order.
-            OSError: there is no room for a copy.
         """
         if isinstance(reference, EmbeddedBytes):
             return self._store(reference.content, reference.name)
@@ -319,7 +303,6 @@ class Stamp(NamedTuple):
     checked: int
 
     def same_file(self, status: os.stat_result) -> bool:
-        """Whether the file still looks as it did."""
         return (status.st_size, status.st_mtime_ns) == (self.size, self.changed)
 
     @property
@@ -330,8 +313,7 @@ class Stamp(NamedTuple):
 
 _NOT_ITS_OWN = ("missing_media", "decode_timeout")
 """Reasons that another time or machine may not have, so that ``--resume`` tries such a file again."""
-Checked = tuple[StoredMedia | SampleRejected, Stamp]
-"""The result of a check, and when it was made."""
+Checked = tuple[StoredMedia | SampleRejected, Stamp]  # the result of a check, and when it was made
 
 
 class MediaChecker:

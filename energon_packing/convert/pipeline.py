@@ -29,8 +29,9 @@ from energon_packing.conversation import Conversation
 from energon_packing.convert import layout, records, workspace
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
-from energon_packing.convert.layout import ConversionReport, ignored_entries, media_names, read_report
+from energon_packing.convert.layout import ConversionReport, media_names, read_report
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
 from energon_packing.convert.reader import find_yielded
 from energon_packing.convert.shards import (
@@ -51,37 +52,28 @@ from energon_packing.remote_files import remote_address, shown, status, without_
 
 @dataclass(kw_only=True, slots=True)
 class ChunkAudit:
-    """What is known about the records of a chunk; the good ones are in a file of their own.
+    """What is known about the records of a chunk; the good ones are in a file of their own."""
 
-    Attributes:
-        seconds: what the audit took.
-        spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
-        keys: that the records ask for, the rejected ones included.
-        digests: `key_digest` of each key, one after the other; ``contents``: `content_sum` of each good record.
-        unnamed: indices of the records that have no usable id.
-        sizes: bytes of the JSON of each good record, in their order in the file.
-        rejects: in order: index of a record in the chunk, where it is, reason, detail.
-        warnings: index of a good record -> its warnings.
-        ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
-        mentions: kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them
-            are that, see `ParsedRecord.judged`.
-        named: good records with media: number among the good ones -> names in the media store, one per mention.
-    """
-
-    seconds: float = 0.0
-    spool: int = 0
+    seconds: float = 0.0  # what the audit took
+    spool: int = 0  # spool and offset: where the JSON of the good records begins: number of the worker's file, bytes
     offset: int = 0
-    keys: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)  # that the records ask for, the rejected ones included
     numbers: list[int] = field(default_factory=list)
+    # `key_digest` of each key, one after the other; ``contents``: `content_sum` of each good record.
     digests: bytes = b""
     contents: list[int] = field(default_factory=list)
-    unnamed: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    unnamed: list[int] = field(default_factory=list)  # indices of the records that have no usable id
+    sizes: list[int] = field(default_factory=list)  # bytes of the JSON of each good record, in their order in the file
+    # In order: index of a record in the chunk, where it is, reason, detail.
     rejects: list[tuple[int, str, str, str]] = field(default_factory=list)
-    warnings: dict[int, list[str]] = field(default_factory=dict)
+    warnings: dict[int, list[str]] = field(default_factory=dict)  # index of a good record -> its warnings
+    # Name of a column that nothing reads -> good records that fill it, in the order of first sight.
     ignored: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
+    # Kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them are that, see
+    # `ParsedRecord.judged`.
     mentions: Counter[str] = field(default_factory=Counter)
+    # Good records with media: number among the good ones -> names in the media store, one per mention.
     named: dict[int, list[str]] = field(default_factory=dict)
     files: dict[str, tuple[StoredMedia, Stamp]] = field(default_factory=dict)
 
@@ -305,8 +297,13 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     tell = progress or (lambda stage, done, total: None)
     if config.out.is_symlink():  # the data set goes where it leads, or there would be two
         config = replace(config, out=config.out.resolve())
-    if config.media_root is not None:
-        _check_media_root(config.media_root)
+    if (root := config.media_root) is not None:
+        with said_of_system(f"--media-root {shown(root)} cannot be read"):
+            # Of an empty directory a store knows nothing, but it must answer.
+            place = remote_address(root)
+            wrong = not root.is_dir() if place is None else status(place) is not None
+        if wrong:
+            raise UserError(f"--media-root {shown(root)} is not a directory")
     if not config.dry_run:
         workspace.check_out(config)
     address = remote_address(config.out)
@@ -335,15 +332,6 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             raise
         raise UserError(sentence) from error
     return report
-
-
-def _check_media_root(root: Path) -> None:
-    address = remote_address(root)
-    with said_of_system(f"--media-root {address} cannot be read"):
-        # Of an empty directory a store knows nothing, but it must answer.
-        wrong = not root.is_dir() if address is None else status(address) is not None
-    if wrong:
-        raise UserError(f"--media-root {shown(root)} is not a directory")
 
 
 def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> ConversionReport:
@@ -415,7 +403,10 @@ def _build(
         written=sum(splits.values()),
         rejected=dict(sorted(reading.rejected.items())),
         warnings=dict(sorted(reading.warnings.items())),
-        ignored_columns=ignored_entries(reading.ignored),
+        ignored_columns={
+            name: {"records": reading.ignored[name]} | ({"did_you_mean": meant} if (meant := near_name(name)) else {})
+            for name in sorted(reading.ignored)
+        },
         notes=notes,
         layouts={name: dict(sorted(counts.items())) for name, counts in reading.layouts.items()},
         first_rejects=dict(sorted(reading.first_rejects.items())),

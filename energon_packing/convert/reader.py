@@ -60,7 +60,6 @@ def find_yielded(source: SourceFile, name: str, chunk_bytes: ChunkBytes, digests
 
 
 def read_yielded(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yields every record of a chunk that a reader made."""
     for number, record in enumerate(chunk.yielded, chunk.first):
         if len(record) > max_record_bytes:
             yield chunk.broken(number, f"the record has more than {max_record_bytes} bytes", "record_too_large")

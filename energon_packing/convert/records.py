@@ -134,8 +134,7 @@ def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     return answer[len(beginning) :] if repeats and len(answer) > len(beginning) else answer
 
 
-_Parts = tuple[list[Any], list[Any], list[Any]]
-"""The beginning, the chosen and the rejected answer."""
+_Parts = tuple[list[Any], list[Any], list[Any]]  # the beginning, the chosen and the rejected answer
 
 
 def _split(chosen: list[Any], rejected: list[Any]) -> _Parts:
@@ -166,27 +165,17 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class ParsedRecord:
-    """One record of a source, its media not looked at yet.
+    """One record of a source, its media not looked at yet. Fields without a comment are those of `Conversation`."""
 
-    Attributes:
-        turns: in order; their `MediaPart` indices count up from 0 over the whole record.
-        references: the media that the indices refer to.
-        warnings: names of oddities that were accepted.
-        ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
-        layout: name of the layout that the record has.
-
-    The others are those of `Conversation`.
-    """
-
-    turns: tuple[Turn, ...]
-    references: tuple[MediaReference, ...]
+    turns: tuple[Turn, ...]  # in order; their `MediaPart` indices count up from 0 over the whole record
+    references: tuple[MediaReference, ...]  # the media that the indices refer to
     tools: tuple[Mapping[str, Any], ...] | None
-    warnings: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    warnings: tuple[str, ...]  # names of oddities that were accepted
+    ignored: tuple[str, ...] = ()  # filled columns, and fields as ``messages[].name``, that nothing reads; sorted
     chosen: tuple[Turn, ...] = ()
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
-    layout: str = field(default="", compare=False)
+    layout: str = field(default="", compare=False)  # name of the layout that the record has
     source_id: str | None = None
 
     @property
@@ -221,9 +210,8 @@ class ParsedRecord:
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
     """A video made of checked images of one size, else ``unequal_frames`` is raised, each with its name in the store.
-
-    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
-    """
+    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override
+    ``fps``."""
     width, height = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):
         if (file.width, file.height) != (width, height):
@@ -247,16 +235,8 @@ def parse_record(
     kto_label: str | None = None,
     missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
-    """Reads one record.
-
-    Args:
-        value: the parsed JSON.
-        layout: the name of one rejects all others; ``auto`` detects it. It and the others as in
-            `energon_packing.convert.config.ConvertConfig`.
-
-    Raises:
-        SampleRejected: with most of the reasons that docs/convert.md lists, those of files aside.
-    """
+    """Reads one record, its parsed JSON; the other arguments are those of `energon_packing.convert.config`. Raises
+    SampleRejected: most of the reasons that docs/convert.md lists, those of files aside."""
     expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
     if column_map:
@@ -322,10 +302,8 @@ def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
 
 def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS) -> ParsedRecord:
     """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
-
     ``frame_fps`` is the rate of lists of frames that have none. Raises SampleRejected: ``empty_turn``,
-    ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
-    """
+    ``nothing_to_learn``, and the reasons of `Conversation.from_record`."""
     try:
         record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -398,8 +376,7 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     found = layout_of_turn(messages[0], "auto") if messages else None
-    fields = (found and found.fields) or ("role", "content")
-    turns = read_turns(messages, fields, media, warnings, column)
+    turns = read_turns(messages, (found and found.fields) or ("role", "content"), media, warnings, column)
     ignored |= media.ignored
     if media.references:
         raise _bad("an answer of the pair contains media; put them before both answers")

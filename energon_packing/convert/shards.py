@@ -70,19 +70,13 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """A checked media file to store.
+    """A checked media file to store."""
 
-    Attributes:
-        name: of the member; in a media store, it begins with the digest of the content.
-        metadata: type and content in Energon's table of media; None for what Energon has none for.
-        digest: the first 32 hexadecimal digits of its SHA-256.
-    """
-
-    name: str
+    name: str  # of the member; in a media store, it begins with the digest of the content
     path: str
     stamp: Stamp
-    metadata: tuple[str, str] | None
-    digest: str
+    metadata: tuple[str, str] | None  # type and content in Energon's table of media; None for what Energon has none for
+    digest: str  # the first 32 hexadecimal digits of its SHA-256
 
     @classmethod
     def of(cls, file: StoredMedia, stamp: Stamp) -> Self:
@@ -96,29 +90,18 @@ RecordPlace = tuple[str, int, int, int]
 
 @dataclass(kw_only=True, slots=True)
 class ShardPiece:
-    """Members of one tar that follow each other. Where they begin is known, so pieces may be written in any order.
+    """Members of one tar that follow each other. Where they begin is known, so pieces may be written in any order."""
 
-    Attributes:
-        name: of the tar.
-        start: bytes of the tar before the piece.
-        first: samples of the tar before the piece.
-        records: each begins a sample.
-        files: number of a record -> media files that follow it; -1: before the first record.
-        offsets: where each sample begins in the tar.
-        end: bytes of the tar up to the end of the piece.
-        content: bytes of its members, without headers.
-        last: whether nothing follows in the tar.
-    """
-
-    name: str
-    start: int = 0
-    first: int = 0
-    records: list[RecordPlace] = field(default_factory=list)
+    name: str  # of the tar
+    start: int = 0  # bytes of the tar before the piece
+    first: int = 0  # samples of the tar before the piece
+    records: list[RecordPlace] = field(default_factory=list)  # each begins a sample
+    # Number of a record -> media files that follow it; -1: before the first record.
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
-    end: int = 0
-    content: int = 0
-    last: bool = False
+    offsets: array[int] = field(default_factory=lambda: array("Q"))  # where each sample begins in the tar
+    end: int = 0  # bytes of the tar up to the end of the piece
+    content: int = 0  # bytes of its members, without headers
+    last: bool = False  # whether nothing follows in the tar
 
     def add(self, size: int) -> int:
         """Makes room for a member with a content of ``size`` bytes; returns where that begins in the tar."""
@@ -212,31 +195,22 @@ class Writing:
         return f"writing {task[1].name}"
 
 
-Pieces = Generator[tuple[Path, ShardPiece], None, None]
-"""Pieces of shards to write, and the directory of each."""
+Pieces = Generator[tuple[Path, ShardPiece], None, None]  # pieces of shards to write, and the directory of each
 _PIECE_BYTES = 32 << 20
 _PIECE_SAMPLES = 2048
 
 
 @dataclass(kw_only=True, slots=True)
 class PlannedSamples:
-    """Good records of one chunk.
+    """Good records of one chunk."""
 
-    Attributes:
-        spool, offset: where their JSON begins: number of the spool file, bytes.
-        keys: final.
-        sizes: bytes of the JSON of each.
-        positions: of each, shape [n]; they decide its split.
-        splits: of each, as an index; filled in when the plan is read.
-        files: number of a record -> its distinct files; monolithic layout only.
-    """
-
-    spool: int
+    spool: int  # spool and offset: where their JSON begins: number of the spool file, bytes
     offset: int
-    keys: Sequence[str]
-    sizes: Sequence[int]
-    positions: Positions
-    splits: list[int] = field(default_factory=list)
+    keys: Sequence[str]  # final
+    sizes: Sequence[int]  # bytes of the JSON of each
+    positions: Positions  # of each, shape [n]; they decide its split
+    splits: list[int] = field(default_factory=list)  # of each, as an index; filled in when the plan is read
+    # Number of a record -> its distinct files; monolithic layout only.
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
 
 
@@ -334,11 +308,9 @@ class _Tars:
         return self._piece, index
 
     def samples_in_tar(self) -> int:
-        """Returns the samples in the open tar; 0 if none is open."""
         return 0 if self._piece is None else self.counts[self._piece.name]
 
     def full_piece(self) -> Pieces:
-        """Yields the open piece if it is large."""
         piece = self._piece
         if piece is not None and (piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES):
             first = piece.first + len(piece.offsets)

@@ -31,8 +31,7 @@ from energon_packing.remote_files import file_digest
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_AT_ONCE = 1 << 22
-"""Bytes of lines that are read at once; a chunk has more only if it has a longer line."""
+_AT_ONCE = 1 << 22  # bytes of lines that are read at once; a chunk has more only if it has a longer line
 _LARGEST_RATIO = 200
 """Text of conversations shrinks to a tenth, records that repeat each other to a hundredth; a bomb to a thousandth."""
 _ALWAYS_ALLOWED = 64 << 20
@@ -43,17 +42,15 @@ _LARGEST_WINDOW = 1 << 27
 def find_chunks(
     source: SourceFile, *, max_record_bytes: int, chunk_bytes: ChunkBytes, digests: dict[str, str], scratch: Path
 ) -> Iterator[Chunk]:
-    """Divides a file into chunks; where they begin and end has no influence on their records.
+    """Divides a file into chunks; where they begin and end has no influence on their records. Raises UserError: the
+    file cannot be opened, or the package that unpacks or reads it is not installed; OSError: there is no room for the
+    unpacked copy.
 
     Args:
         max_record_bytes: longest line, and longest element of an array in characters.
         chunk_bytes: how large the next chunk should be; it ends with a record.
         digests: receives the SHA-256 of the file by its place.
         scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`).
-
-    Raises:
-        UserError: the file cannot be opened, or the package that unpacks or reads it is not installed.
-        OSError: there is no room for the unpacked copy.
     """
     suffix, compression = suffix_of(source.path)
     try:

@@ -39,8 +39,7 @@ def _kind(path: Path) -> str:
 
 _MOST_UNPACKED, _LARGEST_RATIO = 64 << 20, 200
 """Bytes that the pages of a row group may unpack to, and more for each that they take; as of a compressed source."""
-_MOST_REPEATED = 64 << 20
-"""Bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row."""
+_MOST_REPEATED = 64 << 20  # bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row
 _LARGEST_ROW = 1 << 30
 _DICTIONARY = 2  # type of a page
 _UNREADABLE = "the header of a page cannot be read"
@@ -117,11 +116,9 @@ def _rows_at_once(data: memoryview, group: Any) -> int:
 
 
 class _Table:
-    """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches.
-
-    ``parts`` are the rows and bytes of each. A damaged file raises one of `_DAMAGE`: Arrow believes every offset
-    of a file, so a batch is validated before anything looks at its values.
-    """
+    """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches. ``parts`` are the
+    rows and bytes of each. A damaged file raises one of `_DAMAGE`: Arrow believes every offset of a file, so a batch is
+    validated before anything looks at its values."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -257,12 +254,9 @@ def _records(chunk: Chunk, first: int, batch: Any, max_record_bytes: int) -> Ite
 
 
 def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:
-    """The rows of a batch, as JSON would hold them, and the warnings of each.
-
-    A struct has the fields of all rows, so a null in it stands for a field that this row lacks (`_present`). A column
-    that Python cannot express, such as a date after the year 9999, is its text. Raises ValueError, OverflowError: a
-    column has neither, or the file is damaged.
-    """
+    """The rows of a batch, as JSON would hold them, and the warnings of each. A struct has the fields of all rows, so a
+    null in it stands for a field that this row lacks (`_present`). A column that Python cannot express, such as a date
+    after the year 9999, is its text. Raises ValueError, OverflowError: a column has neither, or the file is damaged."""
     rows: list[Any]
     try:
         rows = batch.to_pylist()
@@ -308,12 +302,10 @@ def _is_json(kind: Any) -> bool:
 
 
 def _present(kind: Any, free: bool, noted: list[str]) -> Callable[[Any], Any] | None:
-    """What turns a value of an Arrow type into JSON's; None if nothing does.
-
-    It leaves fields of structs out that are null: Arrow gives a struct the fields of all rows, so that the call
-    ``{"x": 1}`` beside ``{"city": "Rome"}`` is ``{"x": 1, "city": null}``. Nulls in lists and in JSON text stay.
-    ``noted`` grows when a null is dropped in a field of `_FREE`, of which a ``free`` value is part.
-    """
+    """What turns a value of an Arrow type into JSON's; None if nothing does. It leaves fields of structs out that are
+    null: Arrow gives a struct the fields of all rows, so that the call ``{"x": 1}`` beside ``{"city": "Rome"}`` is
+    ``{"x": 1, "city": null}``. Nulls in lists and in JSON text stay. ``noted`` grows when a null is dropped in a field
+    of `_FREE`, of which a ``free`` value is part."""
     from pyarrow import types
 
     if _is_json(kind):
@@ -366,8 +358,7 @@ _SPOKEN = frozenset(("prompt", "completion", *ANSWER_COLUMNS))
 def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
     """The rows of CSV or TSV that are not blank, the header too; one that breaks the rules of quotes is an error, and
     the next line goes on."""
-    delimiter = DELIMITERS[suffix_of(Path(source.name))[0]]
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    rows = csv.reader(lines, delimiter=DELIMITERS[suffix_of(Path(source.name))[0]], strict=True)
     while True:
         try:
             if row := next(rows):

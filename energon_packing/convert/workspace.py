@@ -41,11 +41,9 @@ from energon_packing.remote_files import (
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
-JOURNAL = "media-checks.jsonl"
-"""Beside the directory to build in."""
+JOURNAL = "media-checks.jsonl"  # beside the directory to build in
 _REPLACED = "replaced"
-MARK = "being-stored.json"
-"""Beside the files of a data set that is not complete."""
+MARK = "being-stored.json"  # beside the files of a data set that is not complete
 
 
 def partial_directory(out: Path) -> Path:
@@ -101,12 +99,10 @@ def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> di
 
 @contextmanager
 def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator[Path]:
-    """A directory to build in, locked against a second conversion to the same place.
-
-    The leftovers of an interrupted conversion are deleted. The journal of checked media is kept if `resume` is set and
-    the options are the same, because checking media takes the most time. Yields the directory to build in, empty, next
-    to the journal. Raises UserError: another conversion is running there, or the directory cannot be written.
-    """
+    """A directory to build in, locked against a second conversion to the same place. The leftovers of an interrupted
+    conversion are deleted. The journal of checked media is kept if `resume` is set and the options are the same,
+    because checking media takes the most time. Yields the directory to build in, empty, next to the journal. Raises
+    UserError: another conversion is running there, or the directory cannot be written."""
     partial = partial_directory(config.out)
     with ExitStack() as stack:
         with said_of_system(f"--out {config.out} cannot be written"):
@@ -126,7 +122,12 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
                 os.rename(replaced, config.out)  # a kill between the two renames of `publish`
             check_out(config)  # another conversion may have finished since it was checked first
             same = _same_options(partial, fingerprint)
-            _clear(partial, keep_journal=config.resume and same)
+            kept = {_LOCK, _STATE, *((JOURNAL, FETCHED) if config.resume and same else ())}
+            for path in (each for each in partial.iterdir() if each.name not in kept):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             if not same:  # on a full disk, writing it again would lose it, and the journal with it
                 (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
             (build := partial / "build").mkdir()
@@ -161,22 +162,10 @@ def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
         return False
 
 
-def _clear(partial: Path, *, keep_journal: bool) -> None:
-    for path in partial.iterdir():
-        if path.name in (_LOCK, _STATE) or (keep_journal and path.name in (JOURNAL, FETCHED)):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def publish(build: Path, out: Path) -> None:
     """Moves the finished directory to its place in one step, and removes the previous content and the workspace.
-
     Previous content is moved away first. A kill in between leaves it in the workspace, from where `workspace` brings it
-    back.
-    """
+    back."""
     partial = build.parent
     old = partial / _REPLACED
     try:
@@ -205,7 +194,6 @@ def fetched(source: SourceFile, scratch: Path) -> SourceFile:
 
 
 def delete_copies(source: SourceFile, scratch: Path) -> None:
-    """Deletes the copies of a source that has been read."""
     unpacked(scratch, source).unlink(missing_ok=True)
     if source.address is not None:
         source.path.unlink(missing_ok=True)
@@ -239,8 +227,7 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
                 store(local / name, target)
             done += size
             progress("store", done, total)
-        gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
-        for name in (*gone, MARK):
+        for name in (*sorted(gone for gone in before.difference(names) if not _order(gone)), MARK):
             remove(f"{address}/{name}")
 
 

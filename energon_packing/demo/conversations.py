@@ -80,16 +80,12 @@ class Use(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """One conversation, while it is written and after.
-
-    Attributes:
-        budget: target length in tokens.
-        sayings: ``(speaker, text)``, or for the speakers ``call`` and ``result`` a tuple of uses of functions.
-    """
+    """One conversation, while it is written and after."""
 
     key: str
-    budget: float
+    budget: float  # target length in tokens
     system: str | None = None
+    # ``(speaker, text)``, or for the speakers ``call`` and ``result`` a tuple of uses of functions.
     sayings: list[tuple[str, Any]] = field(default_factory=list)
     images: list[Order] = field(default_factory=list)
     videos: list[Order] = field(default_factory=list)
@@ -108,7 +104,6 @@ class Draft:
         )
 
     def exchange(self, question: str, answer: str) -> None:
-        """Adds a question and its answer."""
         self.sayings += (("user", question), ("assistant", answer))
 
 
@@ -259,7 +254,6 @@ def _long_text(rng: Random, draft: Draft, tokens: float) -> None:
 
 
 def draw_use(rng: Random) -> Use:
-    """A random use of one of `TOOLS`."""
     town, day, weather = rng.choice(words.TOWNS), rng.choice(words.WEEKDAYS), rng.choice(words.WEATHER)
     goods, count, other = rng.choice(words.GOODS), rng.randint(2, 90), rng.randint(1, 30)
     return rng.choice(

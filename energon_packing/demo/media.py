@@ -13,8 +13,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont
 from energon_packing.demo import words
 from energon_packing.media.probe import pyav
 
-Exchange = tuple[str, str]
-"""A question and its answer, which follows from the picture or from the text before it."""
+Exchange = tuple[str, str]  # a question and its answer, which follows from the picture or from the text before it
 _STORED = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 _QUALITY = {".jpg": {"quality": 85}, ".webp": {"quality": 80, "method": 0}, ".png": {"compress_level": 3}}
 
@@ -54,14 +53,12 @@ class Picture:
         return cls(background, not grey and rng.random() < 0.4, figures, caption)
 
     def description(self) -> str:
-        """A full description in sentences."""
         ground = f"{a(self.background)} background" + (" that fades to a darker shade" if self.gradient else "")
         named = [f"{a(each.colour)} {each.shape} at the {words.PLACES[each.place]}" for each in self.figures]
         below = f' Below it says "{self.caption}".' if self.caption else ""
         return f"The picture shows {', '.join(named)}, on {ground}.{below}"
 
     def exchanges(self, rng: Random) -> list[Exchange]:
-        """Questions about the picture with their answers, in random order."""
         figure = rng.choice(self.figures)
         where = words.PLACES[figure.place]
         exchanges = [
@@ -95,13 +92,9 @@ class Picture:
         return image
 
     def save(self, path: Path, width: int, height: int, *, mode: str = "RGB", exif_orientation: int = 1) -> None:
-        """Writes the picture in the format that the suffix names: ``.jpg``, ``.png`` or ``.webp``.
-
-        Args:
-            mode: ``L`` writes shades of grey, ``CMYK`` (JPEG only) the four colours of print.
-            exif_orientation: other than 1, pixels are stored rotated, and the tag tells the viewer how to rotate them
-                back.
-        """
+        """Writes the picture in the format that the suffix names: ``.jpg``, ``.png`` or ``.webp``. The mode ``L`` is
+        shades of grey, ``CMYK`` (JPEG only) the four colours of print. Under an ``exif_orientation`` other than 1,
+        pixels are stored rotated, and the tag tells the viewer how to rotate them back."""
         image = self.render(width, height).convert(mode)
         exif = Image.Exif()
         if exif_orientation != 1:
@@ -127,12 +120,10 @@ class Clip:
         return cls(background, rng.choice(list(words.SHAPES)), colour, rng.choice(sorted(words.DIRECTIONS)))
 
     def description(self) -> str:
-        """A full description in one sentence."""
         what = f"{a(self.colour)} {self.shape}"
         return f"The video shows {what} that moves {self.direction} over {a(self.background)} background."
 
     def exchanges(self, rng: Random) -> list[Exchange]:
-        """Questions about the clip with their answers, in random order."""
         exchanges = [
             ("What happens in the video?", self.description()),
             (f"In which direction does the {self.shape} move?", f"It moves {self.direction}."),

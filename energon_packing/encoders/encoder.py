@@ -417,7 +417,6 @@ def innermost(model: Any) -> Any:
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the model's forward has an argument of that name."""
     return name in inspect.signature(innermost(model).forward).parameters
 
 

@@ -23,8 +23,7 @@ from energon_packing.families.pixel_forms import RAW, proven
 from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PixelForm
 
-IMAGE, VIDEO = 1, 2
-"""Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids``; 0 is text."""
+IMAGE, VIDEO = 1, 2  # values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids``; 0 is text
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 FAMILY_FIELDS = marked(EncoderConfig, "by_family")
@@ -48,8 +47,7 @@ fingerprint has all of them, in this order, and ``processor_settings`` of the fa
 LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
 """Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
 
-Inputs = dict[str, torch.Tensor]
-"""Inputs of a model by their Hugging Face argument names."""
+Inputs = dict[str, torch.Tensor]  # inputs of a model by their Hugging Face argument names
 
 
 class VisionFamily(ABC):
@@ -113,9 +111,8 @@ class VisionFamily(ABC):
                     f"counts the tokens of resized {kind}s; set it to true in the processor's file."
                 )
         if config.position_ids == "mrope" and not self.mrope:
-            raise ConfigError(
-                f"encoder.position_ids is 'mrope', but the family {self.name} counts positions on one axis."
-            )
+            why = f"but the family {self.name} counts positions on one axis."
+            raise ConfigError(f"encoder.position_ids is 'mrope', {why}")
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
         """Returns the geometry of all media of one sample, see `plan`; override it if one depends on the others."""
@@ -145,22 +142,20 @@ class VisionFamily(ABC):
     def check_kind(self, media: Media) -> None:
         """Refuses an image or a video if the family does not accept it; for `plan`."""
         if media.kind not in self.placeholders:
-            raise SampleRejected(
-                "unsupported_media",
-                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
-            )
+            why = f"the family {self.name} does not accept {media.kind}s"
+            raise SampleRejected("unsupported_media", f"{media.kind} {media.name!r}: {why}")
 
     def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
         """Refuses media that became other numbers of tiles than planned, as ``media_changed``; for `pixels`."""
         for plan, count in zip(plans, counts, strict=True):
             if int(count) != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"the {plan.kind} became {int(count)} tiles, but {plan.tiles} were measured"
-                )
+                why = f"but {plan.tiles} were measured"
+                raise SampleRejected("media_changed", f"the {plan.kind} became {int(count)} tiles, {why}")
 
-    @abstractmethod
     def replacement(self, plan: MediaPlan) -> str:
-        """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``."""
+        """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``; by
+        default ``image_token`` or ``video_token`` alone, for templates that write the tokens around it."""
+        return str(getattr(self, f"{plan.kind}_token"))
 
     def byte_forms(self) -> Mapping[str, PixelForm]:
         """Returns how bytes of `pixels` with ``raw`` become numbers, by visual input; nothing if it ignores ``raw``."""
@@ -228,10 +223,8 @@ class VisionFamily(ABC):
         for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
             if (token_id := vocabulary().get(token)) is not None:
                 return int(token_id)
-        raise ConfigError(
-            f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
-            f"{self.name} needs; use the processor that belongs to the model."
-        )
+        why = f"which the family {self.name} needs; use the processor that belongs to the model."
+        raise ConfigError(f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, {why}")
 
 
 def ask(processor: Any, raw: bool, **media: Any) -> Any:

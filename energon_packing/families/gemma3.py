@@ -17,15 +17,11 @@ SIGLIP_PATCH = 14
 
 
 class Gemma3(VisionFamily):
-    """Geometry of ``Gemma3Processor`` and ``Gemma3ImageProcessor`` (transformers 5).
-
-    Every image is resized to one square of ``image_seq_length`` tokens. With ``encoder.pan_and_scan`` an image whose
-    side ratio is at least ``pan_and_scan_min_ratio_to_activate`` is followed by crops of it, each a square of its own
-    between words that the processor writes.
-
-    The processor passes its own defaults for these settings to the image processor, and they override those of
-    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on.
-    """
+    """Geometry of ``Gemma3Processor`` and ``Gemma3ImageProcessor`` (transformers 5). Every image is resized to one
+    square of ``image_seq_length`` tokens. With ``encoder.pan_and_scan`` an image whose side ratio is at least
+    ``pan_and_scan_min_ratio_to_activate`` is followed by crops of it, each a square of its own between words that the
+    processor writes. The processor passes its own defaults for these settings to the image processor, and they override
+    those of ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on."""
 
     name = "gemma3"
     processor_classes = ("Gemma3Processor",)
@@ -43,10 +39,8 @@ class Gemma3(VisionFamily):
         self.square_tokens: int = processor.image_seq_length
         size = self.images.size
         if not size.height or not size.width:
-            raise ConfigError(
-                f"The image processor resizes to {dict(size)}; the family {self.name} needs height and width in "
-                "preprocessor_config.json."
-            )
+            fix = f"the family {self.name} needs height and width in preprocessor_config.json."
+            raise ConfigError(f"The image processor resizes to {dict(size)}; {fix}")
         self._patches = size.height // SIGLIP_PATCH, size.width // SIGLIP_PATCH
         defaults = getattr(type(processor), "images_kwargs", None)  # from transformers 5.23 on
         if defaults is None:
@@ -59,22 +53,14 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
-        return MediaPlan(
-            kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
-        )
-
-    def _crops(self, height: int, width: int) -> int:
-        # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
-        blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
-        return len(
-            self.images.pan_and_scan_batched(
-                blank,
-                self.images.pan_and_scan_min_crop_size,
-                self.images.pan_and_scan_max_num_crops,
-                self.images.pan_and_scan_min_ratio_to_activate,
-            )
-        )
+        squares, limits = 1, ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        if self.images.do_pan_and_scan:
+            # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
+            blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
+            stated = (getattr(self.images, f"pan_and_scan_{name}") for name in limits)
+            squares += len(self.images.pan_and_scan_batched(blank, *stated))
+        runs = (self.square_tokens,) * squares
+        return MediaPlan(kind="image", grid=(squares, *self._patches), runs=runs, tiles=squares)
 
     def replacement(self, plan: MediaPlan) -> str:
         """Returns each square between its tokens and line breaks; crops follow the processor's words about them."""

@@ -55,10 +55,8 @@ class MediaPlan:
 def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
     """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
     if value is None or value <= 0:
-        raise SampleRejected(
-            "unmeasured_media",
-            f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
-        )
+        fix = "convert the data or run `energon prepare-media` to measure it"
+        raise SampleRejected("unmeasured_media", f"{media.kind} {media.name!r} has no {what}; {fix}")
     return value
 
 
@@ -79,10 +77,8 @@ def chosen_frames(
     media: Media, config: EncoderConfig, by_processor: Callable[[], tuple[int, ...]], *, most: int | None = None
 ) -> tuple[int, ...]:
     """Returns the indices of the frames that represent a video: all of a list of images, else the processor's choice.
-
     The author of such a list has already sampled it, and the processors use every frame of it. A list of more than
-    ``most`` frames (by default ``video_max_frames``) is thinned out evenly and keeps its first and last one.
-    """
+    ``most`` frames (by default ``video_max_frames``) is thinned out evenly and keeps its first and last one."""
     count, most = len(media.frame_names), config.video_max_frames if most is None else most
     if not count:
         return by_processor()
@@ -144,7 +140,25 @@ def uniform_frames(
     return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
 
+def spread_frames(
+    media: Media, config: EncoderConfig, processor: Any, *, of_list: int | None = None, **wanted: Any
+) -> tuple[int, ...]:
+    """The frames shown of a video: of a list up to ``of_list``, of others `uniform_frames` as ``wanted``."""
+    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
+    chosen = chosen_frames(media, config, lambda: uniform_frames(processor, total, fps, **wanted), most=of_list)
+    return shown_frames(media, config, chosen)[0]
+
+
 # -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def two_sizes(images: object, frames: object) -> ConfigError:
+    """Why a processor is refused that resizes images and frames differently."""
+    return ConfigError(
+        f"The processor resizes images to {images} and frames to {frames}; the vision encoder takes one size: set both "
+        "in preprocessor_config.json and video_preprocessor_config.json."
+    )
+
 
 MOST_TILES = 4096
 """The maximum number of tiles per image, whatever a processor's file or a configuration says.
@@ -159,25 +173,21 @@ a number meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 82
 def check_tiles(tiles: Any, where: str) -> None:
     """Refuses a tile limit above `MOST_TILES`, up to which listing the grids would take too long."""
     if isinstance(tiles, int | float) and tiles > MOST_TILES:
-        raise ConfigError(
-            f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
-        )
+        why = f"more than {MOST_TILES} take too long to list, so lower it."
+        raise ConfigError(f"{where} allows {tiles} tiles per image; {why}")
 
 
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
-    """Refuses grid resolutions ``[[height, width], ...]`` that are missing, malformed, too many or too large.
-
-    Each image is compared with all of them, and padded to the one that is chosen for it. Raises ConfigError: the list
-    is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them, or one of them exceeds
+    """Refuses grid resolutions ``[[height, width], ...]`` that are missing, malformed, too many or too large. Each
+    image is compared with all of them, and padded to the one that is chosen for it. Raises ConfigError: the list is
+    empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them, or one of them exceeds
     ``most_pixels`` (``encoder.max_source_pixels``)."""
     where = "image_grid_pinpoints of the image processor"
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
         raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
     if len(pinpoints) > MOST_TILES:
-        raise ConfigError(
-            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so the limit is "
-            f"{MOST_TILES}."
-        )
+        why = f"every image is compared with each of them, so the limit is {MOST_TILES}."
+        raise ConfigError(f"{where} lists {len(pinpoints)} resolutions; {why}")
     for pair in pinpoints:
         sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
         if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
@@ -191,14 +201,11 @@ def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
 
 def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
     """Replaces the pixel limits of an image or video processor, so that geometry and pixels follow the same numbers.
-
-    Its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels; None keeps the processor's.
-    """
+    Its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels; None keeps the processor's."""
     if smallest is None and largest is None:
         return
     size = processor.size
-    low = size["shortest_edge"] if smallest is None else smallest
-    high = size["longest_edge"] if largest is None else largest
+    low, high = smallest or size["shortest_edge"], largest or size["longest_edge"]
     if low > high:
         raise ConfigError(
             f"The lower pixel limit {low} exceeds the upper limit {high}; set both encoder.min_pixels and "
@@ -216,11 +223,10 @@ def rope_positions(
     grids: Sequence[tuple[int, int, int, float | np.float32]],
     merge: int,
 ) -> np.ndarray:
-    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.
-
-    A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has ``p
-    + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a
-    run and its grid differ in their number of tokens, or there are more of one than of the other.
+    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width. A text token has the same
+    position on all three axes. A visual token in a run that starts at position ``p`` has ``p + (time, row, column)``,
+    and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a run and its grid differ in
+    their number of tokens, or there are more of one than of the other.
 
     Args:
         input_ids: expanded token ids ``[L]``.
@@ -236,9 +242,8 @@ def rope_positions(
         position += int(start - cursor)
         rows, columns = h // merge, w // merge
         if end - start != t * rows * columns:
-            raise ValueError(
-                f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
-            )
+            why = f"but its grid {(t, h, w)} needs {t * rows * columns}"
+            raise ValueError(f"a run has {end - start} visual tokens, {why}")
         steps = np.indices((t, rows, columns)).reshape(3, -1)
         steps[0] = steps[0].astype(type(interval)) * interval
         result[:, start:end] = steps + position

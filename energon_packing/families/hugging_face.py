@@ -21,12 +21,10 @@ TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 
 
 class HuggingFace(VisionFamily):
-    """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5).
-
-    Chosen by name only. When the family is built, the counts that the processor reports are compared with its output on
-    a few blank images. The processor is refused if the two differ, if an image is not one uninterrupted run of tokens,
-    if a second image changes the first, or if images of several sizes make tensors that cannot be joined.
-    """
+    """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5). Chosen by name
+    only. When the family is built, the counts that the processor reports are compared with its output on a few blank
+    images. The processor is refused if the two differ, if an image is not one uninterrupted run of tokens, if a second
+    image changes the first, or if images of several sizes make tensors that cannot be joined."""
 
     name = "huggingface"
     mrope = False
@@ -38,8 +36,7 @@ class HuggingFace(VisionFamily):
             raise self._refusal("it has no image_token or no _get_num_multimodal_tokens")
         for name in TILE_LIMITS:
             check_tiles(getattr(self.images, name, None), f"{name} of the image processor")
-        pinpoints = getattr(self.images, "image_grid_pinpoints", None)
-        if pinpoints is not None:
+        if (pinpoints := getattr(self.images, "image_grid_pinpoints", None)) is not None:
             check_pinpoints(pinpoints, config.max_source_pixels)
         self.image_token: str = processor.image_token
         self.stand_for_media({"image": self.image_token})

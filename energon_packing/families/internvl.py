@@ -9,31 +9,21 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import IMAGE_SIZES, Inputs, MediaPlan, VisionFamily, ask, require
-from energon_packing.families.geometry import (
-    MOST_TILES,
-    VIDEO_FRAMES,
-    check_tiles,
-    chosen_frames,
-    shown_frames,
-    uniform_frames,
-)
+from energon_packing.families.base import IMAGE_SIZES, Inputs, MediaPlan, VisionFamily, ask
+from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, spread_frames, two_sizes
 from energon_packing.families.pixel_forms import image_forms, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
-DEFAULT_VIDEO_FRAMES = 8
-"""Frames of a video if neither the configuration nor the processor sets a number."""
+DEFAULT_VIDEO_FRAMES = 8  # frames of a video if neither the configuration nor the processor sets a number
 
 
 class InternVL(VisionFamily):
-    """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5).
-
-    An image is resized to the grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to
-    its own. A grid of several tiles is followed by a thumbnail of the whole image. Every tile costs
-    ``image_seq_length`` tokens. ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become
-    the minimum and maximum number of tiles.
-    """
+    """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5). An image is resized to the
+    grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to its own. A grid of several
+    tiles is followed by a thumbnail of the whole image. Every tile costs ``image_seq_length`` tokens.
+    ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become the minimum and maximum number
+    of tiles."""
 
     name = "internvl"
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
@@ -55,11 +45,7 @@ class InternVL(VisionFamily):
             self.placeholders["video"] = processor.video_token
             self.placeholder_ids["video"] = image_id
             if self.videos.size != self.images.size:
-                raise ConfigError(
-                    f"The processor resizes images to {dict(self.images.size)} and frames to {dict(self.videos.size)}; "
-                    "the vision encoder takes one size: set both in preprocessor_config.json and "
-                    "video_preprocessor_config.json."
-                )
+                raise two_sizes(dict(self.images.size), dict(self.videos.size))
         self.reserved = (self.image_token, self._start, self._end, *self.placeholders.values())
         area = self.images.size["height"] * self.images.size["width"]
         self.most_pixels = MOST_TILES * area
@@ -81,10 +67,8 @@ class InternVL(VisionFamily):
         self.video_frames = config.video_max_frames or number or (None if self.video_fps else DEFAULT_VIDEO_FRAMES)
         self._fewest = config.video_min_frames or 1
         if self._fewest > (self.video_frames or self._fewest):
-            raise ConfigError(
-                f"encoder.video_min_frames is {self._fewest}, but at most {self.video_frames} frames are sampled; set "
-                "encoder.video_max_frames too."
-            )
+            why = f"but at most {self.video_frames} frames are sampled; set encoder.video_max_frames too."
+            raise ConfigError(f"encoder.video_min_frames is {self._fewest}, {why}")
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile
@@ -92,10 +76,8 @@ class InternVL(VisionFamily):
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
-        total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
-        indices = chosen_frames(media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted))
-        shown, _ = shown_frames(media, self.config, indices)
+        shown = spread_frames(media, self.config, self.videos, **wanted)
         return self._tiled("video", len(shown), (self.tile_tokens,) * len(shown), shown)
 
     def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:
@@ -131,11 +113,9 @@ class InternVL(VisionFamily):
 
     def _bytes(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
         """Makes the tiles of a sample as bytes in one tensor; `pixel_forms` compares them with the processor's.
-
         ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them
         and tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is
-        copied to its place.
-        """
+        copied to its place."""
         height, width = int(self.images.size["height"]), int(self.images.size["width"])
         grids = [
             self._grid(image, height, width) if plan.kind == "image" else (len(image), 1)
@@ -169,11 +149,9 @@ class InternVL(VisionFamily):
 
 
 class QianfanVL(InternVL):
-    """Geometry of ``QianfanOCRProcessor`` (transformers 5): InternVL's.
-
-    transformers has no processor for the Qianfan-VL checkpoints themselves, whose code is InternVL's. Use an
-    ``InternVLProcessor`` or a ``QianfanOCRProcessor`` with their tokenizer.
-    """
+    """Geometry of ``QianfanOCRProcessor`` (transformers 5): InternVL's. transformers has no processor for the
+    Qianfan-VL checkpoints themselves, whose code is InternVL's. Use an ``InternVLProcessor`` or a
+    ``QianfanOCRProcessor`` with their tokenizer."""
 
     name = "qianfan_vl"
     processor_classes = ("QianfanOCRProcessor", "InternVLProcessor")

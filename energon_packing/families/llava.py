@@ -24,24 +24,15 @@ class Llava(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.stand_for_media({"image": self.image_token})
-        self.tile = self._tile_size()
+        blank = (torch.zeros(3, *size, dtype=torch.uint8) for size in ((16, 24), (24, 16)))
+        first, second = (tuple(ask(self.images, False, images=[each])["pixel_values"].shape[-2:]) for each in blank)
+        if first != second:
+            why = "which cannot share a tensor; set do_center_crop and crop_size in preprocessor_config.json."
+            raise ConfigError(f"The image processor makes images of different sizes ({first}, {second}), {why}")
+        self.tile: tuple[int, int] = first
         """Height and width of what the vision encoder sees, in pixels."""
         self.tile_grid = self._tile_grid()
         """The same in patches."""
-
-    def _tile_size(self) -> tuple[int, int]:
-        """Returns the one size to which the image processor resizes two small images of different shapes."""
-        made = [
-            self.images(images=[torch.zeros(3, *size, dtype=torch.uint8)], return_tensors="pt")["pixel_values"]
-            for size in ((16, 24), (24, 16))
-        ]
-        first, second = (tuple(pixels.shape[-2:]) for pixels in made)
-        if first != second:
-            raise ConfigError(
-                f"The image processor makes images of different sizes ({first}, {second}), which cannot share a "
-                "tensor; set do_center_crop and crop_size in preprocessor_config.json."
-            )
-        return int(first[0]), int(first[1])
 
     def _tile_grid(self) -> tuple[int, int]:
         patch = self._setting("patch_size")
@@ -70,18 +61,11 @@ class Llava(VisionFamily):
         return MediaPlan(kind="image", grid=(1, rows, columns), runs=(tokens,))
 
     def check_area(self, height: int, width: int) -> None:
-        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``, by a ValueError.
-
-        An image one pixel wide becomes huge if it is resized by its short side or padded to a square.
-        """
+        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``, by a ValueError. An image one
+        pixel wide becomes huge if it is resized by its short side or padded to a square."""
         if height * width > self.config.max_source_pixels:
-            raise ValueError(
-                f"resizing makes it {width}x{height} pixels, over encoder.max_source_pixels="
-                f"{self.config.max_source_pixels}"
-            )
-
-    def replacement(self, plan: MediaPlan) -> str:
-        return self.image_token
+            why = f"over encoder.max_source_pixels={self.config.max_source_pixels}"
+            raise ValueError(f"resizing makes it {width}x{height} pixels, {why}")
 
     def byte_forms(self) -> dict[str, PixelForm]:
         return image_forms(self.images)

@@ -22,15 +22,12 @@ RAW = {"do_rescale": False, "do_normalize": False}
 """Arguments of a processor that disable the last step, after which pixels are floats."""
 PROBES = ((57, 93), (56, 56), (112, 112), (224, 224), (448, 448))
 """Height and width of probes; the first two that a family accepts are compared: one of several tiles, and a square."""
-PROBE_FRAMES = 3
-"""An odd number, so that a time step of two frames is filled."""
+PROBE_FRAMES = 3  # an odd number, so that a time step of two frames is filled
 
 
 def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | None = None) -> PixelForm | None:
-    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling; see `PixelForm`.
-
-    None if the processor does not rescale and normalise three channels.
-    """
+    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling; see `PixelForm`. None if the
+    processor does not rescale and normalise three channels."""
     if not (getattr(processor, "do_rescale", False) and getattr(processor, "do_normalize", False)):
         return None
     mean, deviation = processor.image_mean, processor.image_std
@@ -98,8 +95,7 @@ def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> tor
 
     rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
     size, kind = SizeDict(height=height, width=width), cast(Hashable, type(processor))
-    result = _resize_of(kind)(processor, rows_of_pixels, size, resample=processor.resample)
-    return result[0]
+    return _resize_of(kind)(processor, rows_of_pixels, size, resample=processor.resample)[0]
 
 
 @functools.cache

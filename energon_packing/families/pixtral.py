@@ -16,14 +16,11 @@ from energon_packing.thd.pixels import PixelForm
 
 
 class Pixtral(VisionFamily):
-    """Geometry of ``PixtralProcessor`` and ``PixtralImageProcessor`` (transformers 5).
-
-    An image whose longer side exceeds ``longest_edge`` is scaled down, and both sides are rounded up to whole tokens of
-    ``patch_size * spatial_merge_size`` pixels. A break token ends each row of tokens, and an end token the last one.
-    Neither is trained, and the vision encoder has no feature for them.
-
-    ``encoder.max_pixels`` sets ``longest_edge`` to the side of the largest square of whole tokens that it allows.
-    """
+    """Geometry of ``PixtralProcessor`` and ``PixtralImageProcessor`` (transformers 5). An image whose longer side
+    exceeds ``longest_edge`` is scaled down, and both sides are rounded up to whole tokens of ``patch_size *
+    spatial_merge_size`` pixels. A break token ends each row of tokens, and an end token the last one. Neither is
+    trained, and the vision encoder has no feature for them. ``encoder.max_pixels`` sets ``longest_edge`` to the side of
+    the largest square of whole tokens that it allows."""
 
     name = "pixtral"
     processor_classes = ("PixtralProcessor",)
@@ -40,10 +37,8 @@ class Pixtral(VisionFamily):
         self.merge: int = processor.spatial_merge_size
         self.side: int = processor.patch_size * self.merge
         if not self.images.size.longest_edge:
-            raise ConfigError(
-                f"The image processor resizes to {dict(self.images.size)}; the family {self.name} needs longest_edge "
-                "in preprocessor_config.json."
-            )
+            fix = f"the family {self.name} needs longest_edge in preprocessor_config.json."
+            raise ConfigError(f"The image processor resizes to {dict(self.images.size)}; {fix}")
         if config.max_pixels is not None:
             edge = math.isqrt(config.max_pixels) // self.side * self.side
             if not edge:
@@ -84,10 +79,8 @@ class Pixtral(VisionFamily):
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``, or ``[bytes]`` if ``raw``, and ``image_sizes`` ``[images,
-        2]`` (height, width without padding).
-
-        Numbers are padded below and to the right to the largest of the sample; the models cut the padding off.
-        """
+        2]`` (height, width without padding). Numbers are padded below and to the right to the largest of the sample;
+        the models cut the padding off."""
         form: dict[str, Any] = {"patch_size": self.side, "input_data_format": "channels_first"}
         if raw:  # each for itself: one call pads all to the largest
             each = [ask(self.images, raw, images=[image], **form) for image in media]
@@ -98,7 +91,6 @@ class Pixtral(VisionFamily):
         patch = self.side // self.merge
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]  # `size` is 0 in rows of before
         if made["image_sizes"].tolist() != planned:
-            raise SampleRejected(
-                "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, but {planned} were measured"
-            )
+            why = f"but {planned} were measured"
+            raise SampleRejected("media_changed", f"the images became {made['image_sizes'].tolist()} pixels, {why}")
         return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}

@@ -32,11 +32,10 @@ DEFAULT_VIDEO_FPS = 2.0
 class QwenPatches:
     """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
     Its limits are set already, and it takes what ``kind`` says (``image`` or ``video``); ``grid`` returns patches
-    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-
-    ``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way
-    to the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function,
-    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both."""
+    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame. ``Qwen2VLImageProcessor`` and the video
+    processors like it (transformers 5) copy pixels about seven times on the way to the patches, most of them as 32-bit
+    floats. Here an image or frame is resized by the processor's own function, and its bytes are sorted into patches, to
+    their final place. `VisionFamily.pixel_forms` compares both."""
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
         self._processor, self._kind, self._grid = processor, kind, grid
@@ -49,17 +48,12 @@ class QwenPatches:
 
     def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``, as bytes in ``form`` if ``raw``,
-        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``.
-
-        ``media`` are uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
-        """
-        if raw:
-            return self._make(media)
-        named = {"videos": list(media), "do_sample_frames": False} if self._kind == "video" else {"images": list(media)}
-        made = ask(self._processor, False, **named)
-        return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
-
-    def _make(self, media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``. ``media`` are uint8 ``[3, H, W]`` images, or
+        ``[frames, 3, H, W]`` videos."""
+        if not raw:
+            more = {"do_sample_frames": False} if self._kind == "video" else {}
+            made = ask(self._processor, False, **{f"{self._kind}s": list(media)}, **more)
+            return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
         patch, merge = self._processor.patch_size, self._processor.merge_size
         step = self._processor.temporal_patch_size if self._kind == "video" else 1
         clips = [each if self._kind == "video" else each[None] for each in media]
@@ -93,18 +87,14 @@ def truncates_seconds() -> bool:
 
 
 class Qwen25VL(VisionFamily):
-    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
-
-    An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
-    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every
-    ``temporal_patch_size`` sampled frames.
-    """
+    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5). An image of ``h x w``
+    pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and costs ``grid_h * grid_w /
+    merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled frames."""
 
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
     reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "jpeg_scaled_decoding")
-    takes_seconds: ClassVar[bool] = True
-    """Whether the model takes ``second_per_grid_ts``."""
+    takes_seconds: ClassVar[bool] = True  # whether the model takes ``second_per_grid_ts``
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -173,9 +163,8 @@ class Qwen25VL(VisionFamily):
                 "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
             )
         if getattr(type(videos), "fps", None) is not None and videos.fps is None:
-            raise ConfigError(
-                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
-            )
+            fix = "set encoder.video_fps, or fps alone there."
+            raise ConfigError(f"fps of the video processor (encoder.processor) is null; {fix}")
         number = videos.num_frames
         if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:
             return None  # GLM-4.1V's has a number and never reads it
@@ -223,10 +212,8 @@ class Qwen25VL(VisionFamily):
                     f"video_min_frames={getattr(self.videos, 'min_frames', None)}, "
                     f"video_max_frames={self.config.video_max_frames or getattr(self.videos, 'max_frames', None)})"
                 )
-            raise SampleRejected(
-                "too_few_frames",
-                f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
-            ) from error
+            needs = f"the processor of {self.name} needs at least {step} ({error})"
+            raise SampleRejected("too_few_frames", f"video {media.name!r}: {cause}; {needs}") from error
         grid = (-(-len(indices) // step), *sides)
         shown, seconds = shown_frames(media, self.config, indices)
         return MediaPlan(
@@ -247,10 +234,6 @@ class Qwen25VL(VisionFamily):
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return ()
-
-    def replacement(self, plan: MediaPlan) -> str:
-        """Returns the placeholder of the kind alone; the chat template writes the tokens around it."""
-        return self.image_token if plan.kind == "image" else self.video_token
 
     def image_size(self, plan: MediaPlan) -> tuple[int, int]:
         return plan.grid[1] * self.images.patch_size, plan.grid[2] * self.images.patch_size
@@ -305,11 +288,9 @@ class Qwen2VL(Qwen25VL):
 
 
 class LlavaOneVision15(Qwen25VL):
-    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
-
-    transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
-    name. Their text model is a plain Qwen3, so positions count tokens.
-    """
+    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with. transformers 5.12 has no model
+    class for them, and their processor's class says Qwen2.5-VL: choose the family by name. Their text model is a plain
+    Qwen3, so positions count tokens."""
 
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)

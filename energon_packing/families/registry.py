@@ -33,7 +33,6 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
 
 
 def families() -> list[str]:
-    """Returns the names of all known families, sorted."""
     return sorted(FAMILIES.names())
 
 
@@ -62,17 +61,13 @@ def load_processor(config: EncoderConfig) -> Any:
         return AutoProcessor.from_pretrained(config.processor, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         said = str(error).strip().splitlines()
-        reason = missing_font(config.processor) or (said[0] if said else type(error).__name__)
-        raise ConfigError(
-            f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
-        ) from error
+        why = missing_font(config.processor) or (said[0] if said else type(error).__name__)
+        raise ConfigError(f"No processor can be loaded from {config.processor!r} (encoder.processor): {why}") from error
 
 
 def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
     """Returns the tokens, as text, at which generation stops, from the generation configuration next to a processor.
-
-    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer marks as an end (``<|observation|>``, ``<|tool_response>``).
-    """
+    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer marks as an end (``<|observation|>``, ``<|tool_response>``)."""
     if not config.processor:
         return ()
     from transformers import GenerationConfig

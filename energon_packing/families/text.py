@@ -25,10 +25,8 @@ class Text(VisionFamily):
         self.stand_for_media({})
 
     def plan(self, media: Media) -> MediaPlan:
-        raise SampleRejected(
-            "unsupported_media",
-            f"{media.kind} {media.name!r}: the family {self.name} accepts only text; set encoder.family",
-        )
+        why = f"the family {self.name} accepts only text; set encoder.family"
+        raise SampleRejected("unsupported_media", f"{media.kind} {media.name!r}: {why}")
 
     def replacement(self, plan: MediaPlan) -> str:
         return ""

@@ -34,28 +34,23 @@ import torch
 from energon_packing.drops import CRASH, ENDED, TIMEOUT
 from energon_packing.errors import SampleRejected, UserError
 
-ROOM = 768 << 20
-"""Bytes for tensors; what is larger goes through the pipe. The kernel provides a page when it is used."""
+ROOM = 768 << 20  # bytes for tensors; what is larger goes through the pipe. The kernel provides a page when it is used.
 KEPT = 256 << 20
 """Bytes of these, from the beginning, in which tensors of the parent may lie, and whose pages stay in use."""
-FILES = 256 << 20
-"""Bytes for the files of a sample."""
+FILES = 256 << 20  # bytes for the files of a sample
 _KEPT_FILES = 64 << 20
-_SMALL = 4096
-"""Bytes: a smaller tensor is copied, which takes less time than to follow it."""
+_SMALL = 4096  # bytes: a smaller tensor is copied, which takes less time than to follow it
 _ALIGN = 64
 _GUARD = 1 << 20
 """Bytes before and after the rest that nobody may touch: a decoder that writes beyond the end of its memory may reach
 the next mapping."""
-_NONE, _READ, _WRITE = 0, 1, 2
-"""Protections of mprotect(2)."""
+_NONE, _READ, _WRITE = 0, 1, 2  # protections of mprotect(2)
 
 _libc: Any = ctypes.CDLL(None)
 _mprotect: Any = getattr(_libc, "mprotect", None)
 trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
 
-Place = tuple[int, int]
-"""Where a file lies in the memory, and its bytes."""
+Place = tuple[int, int]  # where a file lies in the memory, and its bytes
 
 
 class Placed(NamedTuple):
@@ -199,8 +194,7 @@ class Results:
         return placed
 
 
-_results: Results | None = None
-"""Where `empty_result` takes memory in this process."""
+_results: Results | None = None  # where `empty_result` takes memory in this process
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -218,10 +212,8 @@ def _tensor(memory: Any, placed: Placed, offset: int) -> torch.Tensor:
     return flat.as_strided(placed.size, placed.stride)
 
 
-MOST_IN_A_ROW = 8
-"""Samples that may end the child one after another before the run stops."""
-GRACE = 1.0
-"""Seconds after the deadline, in which the decoder may notice it itself and say at which frame it was."""
+MOST_IN_A_ROW = 8  # samples that may end the child one after another before the run stops
+GRACE = 1.0  # seconds after the deadline, in which the decoder may notice it itself and say at which frame it was
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 NAME = "packing-decoder"  # of a child, as in top
 TRIM_EVERY = 100
@@ -245,13 +237,9 @@ class _Child(NamedTuple):
 
 
 class DecodingProcess:
-    """Calls ``work`` in a child process that can be killed.
-
-    Args:
-        work: takes a request, which is pickled, and a function that reads a file by its name. It returns a mapping
-            whose values are tensors, mappings of tensors, or what pickle takes.
-        seconds: wall-clock limit of one call (``encoder.decode_seconds``), reading excluded; None sets none.
-    """
+    """Calls ``work`` in a child process that can be killed. It takes a request, which is pickled, and a function that
+    reads a file by its name, and returns a mapping whose values are tensors, mappings of tensors, or what pickle takes.
+    ``seconds`` is the wall-clock limit of one call (``encoder.decode_seconds``), reading excluded; None sets none."""
 
     def __init__(self, work: Work, seconds: float | None) -> None:
         self._work, self._seconds = work, seconds
@@ -264,16 +252,14 @@ class DecodingProcess:
 
     def __call__(self, request: Any, read: Read, names: Sequence[str] = (), *, in_child: bool = True) -> dict[str, Any]:
         """Returns what ``work(request, read)`` returns there. What takes too long, or ends without a fault of its own,
-        as by the kernel's memory killer, is tried once more in a new child.
+        as by the kernel's memory killer, is tried once more in a new child. Raises SampleRejected: `CRASH`, at the
+        second try `TIMEOUT` or `ENDED`; UserError: `MOST_IN_A_ROW` calls in a row ended the child; and what ``work``
+        raises.
 
         Args:
             read: called in this process; its errors reach the function, where that reads the file.
             names: of the files that the function reads: they travel with the request.
             in_child: False calls the function in this process.
-
-        Raises:
-            SampleRejected: `CRASH`; at the second try `TIMEOUT` or `ENDED`. Also whatever the function raises.
-            UserError: `MOST_IN_A_ROW` calls in a row ended the child.
         """
         if self._asked:  # an interrupt ended the last call, whose answer would be taken for that to this one
             self.close()
@@ -334,10 +320,6 @@ class DecodingProcess:
         self._finalizer.detach()
         return _end(child)
 
-    def is_idle(self) -> bool:
-        """Whether a child of this process waits for work. One that is busy serves another thread."""
-        return not self._busy and self._child is not None and self._child.owner == os.getpid()
-
     def _started(self) -> _Child:
         child = self._child
         if child is not None and child.owner != os.getpid():
@@ -345,7 +327,9 @@ class DecodingProcess:
             child = None
         with _lock:
             if child is None:
-                idle = [parent for parent in _PARENTS.values() if parent.is_idle()]
+                # One that is busy serves another thread.
+                started = [each for each in _PARENTS.values() if not each._busy and each._child is not None]
+                idle = [each for each in started if each._child and each._child.owner == os.getpid()]
                 for parent in idle[: 1 - MOST_CHILDREN or None]:
                     parent.close()
             _PARENTS.pop(id(self), None)

@@ -29,18 +29,13 @@ at most 16 pictures, so one that is stored so much earlier is shown earlier."""
 
 
 class _Units(NamedTuple):
-    """Bitstream filters that leave what is looked for in a packet, and nothing of other packets.
+    """Bitstream filters that leave what is looked for in a packet, and nothing of other packets."""
 
-    Attributes:
-        starts: of frames at which decoding may start: IDR of H.264, random access of H.265, key frames (which VP9 and
-            AV1 packets are is told by the container and checked by the decoder).
-        needed: of frames that others may need; one frame per packet that is shown.
-        parameters: the sets of parameters inside the packet.
-    """
-
+    # Of frames at which decoding may start: IDR of H.264, random access of H.265, key frames (which VP9 and AV1 packets
+    # are is told by the container and checked by the decoder).
     starts: str
-    needed: str
-    parameters: str
+    needed: str  # of frames that others may need; one frame per packet that is shown
+    parameters: str  # the sets of parameters inside the packet
 
 
 _PASS, _PASS_NEEDED = "filter_units=pass_types=", "filter_units=discard=nonref:pass_types="
@@ -55,17 +50,13 @@ packet; Motion JPEG, whose tables may be those of an earlier frame."""
 
 
 class Run(NamedTuple):
-    """Packets to decode in one go, from one at which decoding may start: the numbers of the first and the last one.
-
-    Attributes:
-        left_out: numbers of packets between them that no other frame needs and that are far from any wanted one.
-        frames: number of each wanted frame, by its time in the stream's units.
-    """
+    """Packets to decode in one go, from one at which decoding may start: the numbers of the first and the last one."""
 
     start: int
     stop: int
+    # Numbers of packets between them that no other frame needs and that are far from any wanted one.
     left_out: frozenset[int]
-    frames: dict[int, int]
+    frames: dict[int, int]  # number of each wanted frame, by its time in the stream's units
 
 
 def may_have_runs(container: Any, stream: Any) -> bool:
@@ -75,17 +66,11 @@ def may_have_runs(container: Any, stream: Any) -> bool:
 
 
 def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> tuple[list[Run], list[Any]] | None:
-    """Finds the packets that the wanted frames need.
-
-    Args:
-        container: opened, at its beginning; it is read to its end, and nothing is decoded.
-        wanted: numbers of frames in display order, ascending, without repetition.
-
-    Returns:
-        The packets to decode, in the order of the stream, and all packets; None if it is not known beforehand that
-        decoding the former gives the frames of a full decode. The first run always holds the first packet, which tells
-        the decoder about the encoder.
-    """
+    """Finds the packets that the wanted frames need. Returns the packets to decode, in the order of the stream, and all
+    packets; None if it is not known beforehand that decoding the former gives the frames of a full decode. The first
+    run always holds the first packet, which tells the decoder about the encoder. The container is read from its
+    beginning to its end, and nothing is decoded. ``wanted`` are numbers of frames in display order, ascending, without
+    repetition."""
     if not may_have_runs(container, stream):
         return None
     packets = [packet for packet in container.demux(stream) if packet.size]
@@ -158,18 +143,13 @@ def _run(times: Sequence[int], needed: Set[int], start: int, stop: int, wanted: 
 
 
 class FrameStack:
-    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`.
-
-    Attributes:
-        wanted: the numbers without repetition, ascending.
-        missing: how many of them were not taken yet.
-    """
+    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`."""
 
     def __init__(self, indices: Sequence[int], max_pixels: int, max_bytes: int | None) -> None:
         import av.video.reformatter
 
         self.wanted = sorted(set(indices))
-        self.missing = len(self.wanted)
+        self.missing = len(self.wanted)  # how many of them were not taken yet
         self._indices, self._max_pixels, self._max_bytes = indices, max_pixels, max_bytes
         self._size: tuple[int, int] | None = None
         self._frames: np.ndarray | None = None  # rows of pixels, like images
@@ -219,24 +199,17 @@ class FrameStack:
 def decode_frames(
     data: bytes, indices: Sequence[int], *, max_pixels: int, max_bytes: int | None = None, deadline: float | None = None
 ) -> torch.Tensor:
-    """Decodes the requested frames of a clip, counted in display order.
-
-    Where `packet_runs` knows which packets the frames need, only these are decoded; the times of the frames are
-    checked. Otherwise, or if a check fails, decoding starts at the first frame and stops after the last requested one.
-    Both give the same pixels.
+    """Decodes the requested frames of a clip, counted in display order. Where `packet_runs` knows which packets the
+    frames need, only these are decoded; the times of the frames are checked. Otherwise, or if a check fails, decoding
+    starts at the first frame and stops after the last requested one. Both give the same pixels. Returns uint8
+    ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last). Raises
+    SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
+    ``decode_timeout`` after the deadline; UserError: PyAV is not installed.
 
     Args:
         indices: frame numbers from 0, ascending, at least one; a number may occur twice.
         max_pixels, max_bytes: as for `decode_image`, the latter for all requested frames together.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
-
-    Returns:
-        uint8 ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last).
-
-    Raises:
-        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
-            ``decode_timeout`` after the deadline.
-        UserError: PyAV is not installed.
     """
     av = pyav()
     try:

@@ -66,14 +66,11 @@ class PackedWanDatasetConfig(PackProvider):
 
     def check_fields(self) -> None:
         if self.micro_batch_size != 1:
-            raise ConfigError(
-                f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
-                "must be 1. Raise seq_length instead."
-            )
+            fix = "a pack of clips is a whole micro-batch, so it must be 1. Raise seq_length instead."
+            raise ConfigError(f"dataset.micro_batch_size is {self.micro_batch_size}; {fix}")
         if self.trust_remote_code:
-            raise ConfigError(
-                "dataset.trust_remote_code is true, but clips run no code from a model's folder; leave it out."
-            )
+            why = "but clips run no code from a model's folder; leave it out."
+            raise ConfigError(f"dataset.trust_remote_code is true, {why}")
 
     def check_run(self, container: ConfigContainer) -> None:
         """Checks the run, of which Bridge checks nothing for a Wan data set. Raises ConfigError: the model cannot take
@@ -91,9 +88,8 @@ class PackedWanDatasetConfig(PackProvider):
             ("text_width", self.encoder.text_width, "text_dim is", model.text_dim),
         ):
             if here != there:
-                raise ConfigError(
-                    f"dataset.encoder.{name} is {here}, but model.{words} {there}; set the first to the second."
-                )
+                fix = "set the first to the second."
+                raise ConfigError(f"dataset.encoder.{name} is {here}, but model.{words} {there}; {fix}")
         if model.qkv_format != "thd":
             raise ConfigError(f"model.qkv_format is {model.qkv_format!r}, which has no boundaries; set it to 'thd'.")
         if model.apply_rope_fusion:

@@ -89,10 +89,8 @@ class TextToVideoConfig:
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
         if self.compat != "none" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
-            raise ConfigError(
-                f"encoder.max_text_tokens is {self.max_text_tokens}; with compat={self.compat} texts are padded to "
-                f"{BRIDGE_TEXT_LENGTH}, so it must not exceed that."
-            )
+            why = f"with compat={self.compat} texts are padded to {BRIDGE_TEXT_LENGTH}, so it must not exceed that."
+            raise ConfigError(f"encoder.max_text_tokens is {self.max_text_tokens}; {why}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +172,6 @@ class ClipLimits(PackLimits):
 
     @classmethod
     def of(cls, run: TextToVideoRunConfig) -> ClipLimits:
-        """Returns the limits of a run's packs."""
         return cls.of_settings(
             lambda name: getattr(run.packing, name, None),
             tokens=run.packing.seq_length,
@@ -185,9 +182,7 @@ class ClipLimits(PackLimits):
 
     @property
     def limited(self) -> dict[str, int]:
-        """Limits other than patches, by name."""
-        text = {} if self.text_tokens is None else {"text_tokens": self.text_tokens}
-        return text | super().limited
+        return ({} if self.text_tokens is None else {"text_tokens": self.text_tokens}) | super().limited
 
     def text_place(self, clip: Any) -> int:
         """Returns the text tokens that a clip occupies in the row of keys."""
@@ -205,7 +200,6 @@ class ClipLimits(PackLimits):
         return padded * self.lone_room
 
     def overlong(self, clip: Any) -> str:
-        """Says why a clip is longer than a row."""
         room = self.masked_units(clip) * self.multiple
         masked = f" and {room} for a masked clip after it" if room else ""
         grid = f" ({'x'.join(map(str, clip.grid))})" if hasattr(clip, "grid") else ""  # a planned clip has none

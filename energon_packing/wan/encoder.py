@@ -62,9 +62,8 @@ def plan_clip(
     available = max(1, math.floor(frames * wanted / fps + 1e-9))
     latents = (1 + (min(available, config.max_frames) - 1) // temporal_stride) // patch_frames * patch_frames
     if latents == 0:
-        raise SampleRejected(
-            "too_short", f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
-        )
+        given = f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps"
+        raise SampleRejected("too_short", f"{given}: less than one patch")
     count = 1 + (latents - 1) * temporal_stride
     steps = np.arange(count, dtype=np.float64)
     if config.longer == "spread" and count > 1:
@@ -93,10 +92,8 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
     scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     sides = [math.floor(side * scale / of) * of for side, of in zip((height, width), multiples, strict=True)]
     if 0 in sides:
-        raise SampleRejected(
-            "too_small",
-            f"frames of {width}x{height} pixels are smaller than {multiples[1]}x{multiples[0]} at {max_pixels=}",
-        )
+        least = f"{multiples[1]}x{multiples[0]} at {max_pixels=}"
+        raise SampleRejected("too_small", f"frames of {width}x{height} pixels are smaller than {least}")
     return sides[0], sides[1]
 
 
@@ -116,31 +113,20 @@ def resize_frames(frames: torch.Tensor, height: int, width: int) -> torch.Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredClip:
-    """A sample between selection and rendering.
-
-    Attributes:
-        latent_shape: channels, frames, height, width of the latents.
-        grid: patches along frames, height and width.
-        frames: that are taken from a video; 0 of stored latents.
-        text_tokens: real text tokens of the sample's keys (512 but with ``compat=none``).
-        text_rows: embeddings that are there.
-        token_ids: int32 ``[text_rows]`` of the caption; None where its embeddings are stored.
-        changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
-    """
+    """A sample between selection and rendering."""
 
     key: str
     sample: TextToVideo
-    latent_shape: tuple[int, int, int, int]
-    grid: tuple[int, int, int]
-    text_tokens: int
-    text_rows: int
-    token_ids: np.ndarray | None
-    frames: int = 0
+    latent_shape: tuple[int, int, int, int]  # channels, frames, height, width of the latents
+    grid: tuple[int, int, int]  # patches along frames, height and width
+    text_tokens: int  # real text tokens of the sample's keys (512 but with ``compat=none``)
+    text_rows: int  # embeddings that are there
+    token_ids: np.ndarray | None  # int32 ``[text_rows]`` of the caption; None where its embeddings are stored
+    frames: int = 0  # that are taken from a video; 0 of stored latents
+    # How the sample differs from its record, as ``(how, detail)`` for the ledger.
     changes: tuple[tuple[str, str], ...] = ()
-    images: ClassVar[int] = 0
-    """No vision encoder reads a clip."""
-    patches: ClassVar[int] = 0
-    """Rows of vision input besides those of the row itself."""
+    images: ClassVar[int] = 0  # no vision encoder reads a clip
+    patches: ClassVar[int] = 0  # rows of vision input besides those of the row itself
 
     @property
     def length(self) -> int:
@@ -171,9 +157,8 @@ class TextToVideoEncoder:
             ("text_width", caption_encoder, caption_encoder and caption_encoder.width),
         ):
             if model is not None and own != getattr(config, setting):
-                raise ConfigError(
-                    f"encoder.{setting} is {getattr(config, setting)}, but {model.name} has {own}; set it to that."
-                )
+                fix = "set it to that."
+                raise ConfigError(f"encoder.{setting} is {getattr(config, setting)}, but {model.name} has {own}; {fix}")
         self.latent_encoder, self.caption_encoder = latent_encoder, caption_encoder
         self._decoding = DecodingProcess(self._frames, config.decode_seconds)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
@@ -232,9 +217,8 @@ class TextToVideoEncoder:
             if not math.isfinite(size):
                 raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
         if self.config.compat == "bridge" and sizes["latents"] > BRIDGE_LARGEST_LATENT:
-            raise SampleRejected(
-                "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
-            )
+            why = "which Bridge skips"
+            raise SampleRejected("over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, {why}")
         return WanSample(key=measured.key, latent=latent, text=text, metadata=dict(sample.metadata))
 
     def _plan(self, video: Media) -> ClipPlan:
@@ -266,17 +250,14 @@ class TextToVideoEncoder:
             held, stored = sample.context.shape
             rows = held if sample.context.rows is None else sample.context.rows
             if stored != width:
-                raise SampleRejected(
-                    "wrong_shape", f"text embeddings of width {stored}, but encoder.text_width is {width}"
-                )
+                why = f"but encoder.text_width is {width}"
+                raise SampleRejected("wrong_shape", f"text embeddings of width {stored}, {why}")
             if rows > limit:
                 raise SampleRejected("over_limit", f"{rows} text embeddings, over encoder.max_text_tokens={limit}")
             return rows, None, ()
         if self.caption_encoder is None:
-            raise ConfigError(
-                "The data has captions without embeddings; name their encoder in encoder.text_encoder, or store "
-                "embeddings."
-            )
+            fix = "name their encoder in encoder.text_encoder, or store embeddings."
+            raise ConfigError(f"The data has captions without embeddings; {fix}")
         assert sample.caption is not None
         token_ids, whole = self.caption_encoder.tokenize(sample.caption, limit)
         if not 0 < len(token_ids) <= limit:
@@ -288,10 +269,8 @@ class TextToVideoEncoder:
         suffix, names = stored.name.rsplit(".", 1)[-1], (stored.tensor,) if stored.tensor else ()
         tensor = read_tensor(_read(stored.name, read), suffix, names)
         if tuple(tensor.shape) not in (stored.shape, (1, *stored.shape)):
-            raise SampleRejected(
-                "media_changed",
-                f"{stored.name!r} has shape {list(tensor.shape)}, but {list(stored.shape)} was measured",
-            )
+            why = f"but {list(stored.shape)} was measured"
+            raise SampleRejected("media_changed", f"{stored.name!r} has shape {list(tensor.shape)}, {why}")
         return tensor.reshape(stored.shape).float()
 
     def _encoded(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> torch.Tensor:
@@ -301,8 +280,12 @@ class TextToVideoEncoder:
         frames = self._decoding(wanted, read, (video.name,), in_child=self.config.decode_in_child)
         return _of_shape(measured.latent_shape, model.encode(frames["frames"]), model)
 
+    def _embedded(self, measured: MeasuredClip) -> torch.Tensor:
+        model: Any = self.caption_encoder
+        ids: Any = measured.token_ids
+        return _of_shape((measured.text_rows, self.config.text_width), model.encode(ids.tolist()), model)
+
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
-        """Returns the planned frames of a video in their planned size, as ``frames``."""
         video, plan = wanted
         limit = self.config.decode_seconds
         try:
@@ -316,16 +299,9 @@ class TextToVideoEncoder:
             raise SampleRejected(error.reason, f"{video.kind} {video.name!r}: {error.detail}") from error
         height, width = frames.shape[-2:]
         if (width, height) != (video.width, video.height):
-            raise SampleRejected(
-                "media_changed",
-                f"{video.kind} {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
-            )
+            why = f"but {video.width}x{video.height} was measured"
+            raise SampleRejected("media_changed", f"{video.kind} {video.name!r} is {width}x{height}, {why}")
         return {"frames": resize_frames(frames, plan.height, plan.width)}
-
-    def _embedded(self, measured: MeasuredClip) -> torch.Tensor:
-        model: Any = self.caption_encoder
-        ids: Any = measured.token_ids
-        return _of_shape((measured.text_rows, self.config.text_width), model.encode(ids.tolist()), model)
 
 
 def _of_shape(shape: tuple[int, ...], made: torch.Tensor, model: LatentEncoder | CaptionEncoder) -> torch.Tensor:

@@ -15,32 +15,21 @@ from energon_packing.wan.task_encoder import ClipPack
 
 
 def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
-    """Describes one pack as plain values; ``seq_length`` is the row's width in patches, for the fill.
-
-    Returns ``index`` of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows;
-    ``real_patches`` of clips, and ``fill``, their share of the row width; shapes of ``latents`` and ``context``; what
-    was ``dropped`` since the pack before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row),
-    ``patches`` and their ``grid``, ``padding`` up to the next clip, the same of its text, and ``weight``, the sum of
-    the loss mask."""
+    """Describes one pack as plain values; ``seq_length`` is the row's width in patches, for the fill. Returns ``index``
+    of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows; ``real_patches`` of clips, and
+    ``fill``, their share of the row width; shapes of ``latents`` and ``context``; what was ``dropped`` since the pack
+    before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row), ``patches`` and their ``grid``,
+    ``padding`` up to the next clip, the same of its text, and ``weight``, the sum of the loss mask."""
     batch = pack.batch
     clips: list[dict[str, Any]] = []
     start = text_start = 0
     sizes = (batch.grid_sizes, batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
     rows = zip(batch.keys, *(each.tolist() for each in sizes), strict=False)
     for key, grid, patches, place, tokens, text_place in rows:
-        clips.append(
-            {
-                "key": key,
-                "start": start,
-                "patches": patches,
-                "grid": tuple(grid),
-                "padding": place - patches,
-                "text_start": text_start,
-                "text_tokens": tokens,
-                "text_padding": text_place - tokens,
-                "weight": float(batch.loss_mask[start : start + place].float().sum()),
-            }
-        )
+        weight = float(batch.loss_mask[start : start + place].float().sum())
+        clip = {"key": key, "start": start, "patches": patches, "grid": tuple(grid), "padding": place - patches}
+        clip |= {"text_start": text_start, "text_tokens": tokens, "text_padding": text_place - tokens}
+        clips.append({**clip, "weight": weight})
         start, text_start = start + place, text_start + text_place
     return {
         "index": pack.index,

@@ -18,8 +18,7 @@ RECORD_VERSION = 1
 RECORD_KIND = "text_to_video"
 SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
 """The mark of text-to-video samples, which no conversation cooker takes."""
-FLOATING = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes of a stored tensor, by torch's names."""
+FLOATING = ("float16", "bfloat16", "float32", "float64")  # the dtypes of a stored tensor, by torch's names
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
 _RECORD_FIELDS = {"version", "kind", "caption", "video", "latents", "context", "metadata"}
@@ -33,41 +32,30 @@ _CLIP_FIELDS = {
 class StoredTensor:
     """A tensor that a record names."""
 
-    name: str
-    """The entry's name in its store; relative, without ``..``; its extension determines how it is read."""
-    tensor: str
-    """Its name inside a file of several tensors; empty if the file is the tensor."""
+    name: str  # the entry's name in its store; relative, without ``..``; its extension determines how it is read
+    tensor: str  # its name inside a file of several tensors; empty if the file is the tensor
     shape: tuple[int, ...]
     """Latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left out."""
     dtype: str
-    rows: int | None = None
-    """Of a text, those before trailing rows of zeros, which are padding; None means all."""
+    rows: int | None = None  # of a text, those before trailing rows of zeros, which are padding; None means all
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the JSON form."""
         rows = {} if self.rows is None else {"rows": self.rows}
         return {"name": self.name, "tensor": self.tensor, "shape": list(self.shape), "dtype": self.dtype, **rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextToVideo:
-    """One training sample of a text-to-video model.
+    """One training sample of a text-to-video model."""
 
-    Attributes:
-        key: unique in its data set; letters, digits, ``-`` and ``_`` only.
-        caption: the text; None if only its embeddings are stored.
-        video: the clip, with all its sizes, or an image, which is a clip of one frame; None if ``latents`` replaces it.
-        latents: the encoded clip.
-        context: embeddings of the text, without padding; if None, they are made from the caption.
-        metadata: any JSON values, passed on to the batch.
-    """
-
-    key: str
-    caption: str | None = None
+    key: str  # unique in its data set; letters, digits, ``-`` and ``_`` only
+    caption: str | None = None  # the text; None if only its embeddings are stored
+    # The clip, with all its sizes, or an image, which is a clip of one frame; None if ``latents`` replaces it.
     video: Media | None = None
-    latents: StoredTensor | None = None
+    latents: StoredTensor | None = None  # the encoded clip
+    # Embeddings of the text, without padding; if None, they are made from the caption.
     context: StoredTensor | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # any JSON values, passed on to the batch
 
     def __post_init__(self) -> None:
         if (self.video is None) == (self.latents is None):
@@ -108,24 +96,18 @@ class TextToVideo:
         _RECORD.check_version(record, RECORD_VERSION)
         if record.get("kind") != RECORD_KIND:
             raise _RECORD.bad(f"its kind is {reprlib.repr(record.get('kind'))}")
-        caption, metadata = record.get("caption"), record.get("metadata", {})
+        caption, metadata, video = record.get("caption"), record.get("metadata", {}), None
         if caption is not None and not isinstance(caption, str):
             raise _RECORD.bad(f"the caption is a {type(caption).__name__}")
         if not isinstance(metadata, Mapping):
             raise _RECORD.bad(f"metadata is a {type(metadata).__name__}, expected an object")
-        return cls(
-            key=key,
-            caption=caption,
-            video=_read_clip(record["video"]) if "video" in record else None,
-            metadata=dict(metadata),
-            **{role: _read_tensor(record[role], role) for role in AXES if role in record},
-        )
-
-
-def _read_clip(value: Any) -> Media:
-    kind: Any = "image" if isinstance(value, dict) and value.get("kind") == "image" else "video"
-    _RECORD.check_keys(value, set(_CLIP_FIELDS[kind]), "the video")
-    return media_of({**value, "kind": kind})
+        if "video" in record:
+            clip = record["video"]
+            kind = "image" if isinstance(clip, dict) and clip.get("kind") == "image" else "video"
+            _RECORD.check_keys(clip, set(_CLIP_FIELDS[kind]), "the video")
+            video = media_of({**clip, "kind": kind})
+        tensors = {role: _read_tensor(record[role], role) for role in AXES if role in record}
+        return cls(key=key, caption=caption, video=video, metadata=dict(metadata), **tensors)
 
 
 def _read_tensor(value: Any, role: TensorRole) -> StoredTensor:

@@ -6,7 +6,6 @@
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from megatron.energon import Cooker, CrudeSample, Sample, basic_sample_keys, coo
 from megatron.energon.cache import FileStore
 
 from energon_packing.config import PackingConfig, RunConfig
-from energon_packing.energon.cookers import refuse_unreadable
+from energon_packing.energon.cookers import read_json
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.loader import LoaderBase, build_loader, data_fingerprint
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
@@ -24,7 +23,6 @@ from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.packing.balance import pack_cost
-from energon_packing.stored_record import check_depth
 from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
 from energon_packing.wan.models import CaptionEncoder, LatentEncoder
@@ -67,11 +65,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     """Reads ``<key>.json`` as `TextToVideo.to_record` wrote it. Never raises for bad data: see `Problem`."""
     keys = basic_sample_keys(sample)
     try:
-        text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
-        refuse_unreadable(text)
-        stored = json.loads(text)
-        check_depth(text, stored)
-        record = TextToVideo.from_record(sample["__key__"], stored)
+        record = TextToVideo.from_record(sample["__key__"], read_json(sample))
     except SampleRejected as error:
         return TextToVideoSample(**keys, sample=None, problem=Problem.of(error))
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
@@ -108,16 +102,14 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     ) -> None:
         super().__init__()
         self.packing, self.multiple = config.packing, config.multiple
-        self.encoder = TextToVideoEncoder(
-            config.encoder, latent_encoder=latent_encoder, caption_encoder=caption_encoder
-        )
+        models: Any = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
+        self.encoder = TextToVideoEncoder(config.encoder, **models)
         self.limits = ClipLimits.of(config)
         self.cookers = (*cookers, TEXT_TO_VIDEO_COOKER)
         self._extra_fingerprint = fingerprint or {}
         self.accept_changed = config.data.accept_changed
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns names and values that a saved loader state must match."""
         return {
             **self.encoder.fingerprint(),
             **settings_of("packing", self.packing),
@@ -189,8 +181,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         shape = config.latent_channels, self.multiple * config.patch[0], *config.patch[1:]
         latent = torch.zeros(shape, dtype=self.encoder.dtype)
         text = torch.zeros(self.multiple, config.text_width, dtype=self.encoder.dtype)
-        filler = WanSample(key="", latent=latent, text=text, metadata={})
-        batch = self._assemble([filler])
+        batch = self._assemble([WanSample(key="", latent=latent, text=text, metadata={})])
         batch.loss_mask.zero_()
         return ClipPack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
 
@@ -227,6 +218,5 @@ def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any
 
 
 def _shared_settings(config: TextToVideoRunConfig) -> RunConfig:
-    """Returns what a loader reads of a configuration of any kind."""
     own = {name: getattr(config.packing, name) for name in ("seq_length", "drop_budget", "ledger")}
     return RunConfig(data=config.data, packing=PackingConfig(**own))

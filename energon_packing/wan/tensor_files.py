@@ -49,16 +49,12 @@ _STORAGES = ("torch HalfStorage", "torch BFloat16Storage", "torch FloatStorage",
 class TensorInfo(NamedTuple):
     """Where a tensor lies in its file."""
 
-    tensor: str
-    """Its name inside the file; empty if the file is the tensor."""
+    tensor: str  # its name inside the file; empty if the file is the tensor
     shape: tuple[int, ...]
-    dtype: str
-    """Torch's name of it, such as ``float16``."""
-    start: int
-    """Byte at which its values begin; -1 for ``.pt``, for which only torch knows it."""
+    dtype: str  # torch's name of it, such as ``float16``
+    start: int  # byte at which its values begin; -1 for ``.pt``, for which only torch knows it
     order: str = "<"
-    fortran: bool = False
-    """Whether the first axis varies fastest."""
+    fortran: bool = False  # whether the first axis varies fastest
 
 
 def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> TensorInfo:
@@ -106,9 +102,8 @@ def _check_length(info: TensorInfo, end: int) -> TensorInfo:
         raise SampleRejected("wrong_shape", f"the tensor of shape {list(info.shape)} is empty")
     wanted = math.prod(info.shape) * _SIZES[info.dtype]
     if end - info.start != wanted:
-        raise _corrupt(
-            f"{info.dtype} of shape {list(info.shape)} needs {wanted} bytes, but the file holds {end - info.start}"
-        )
+        why = f"but the file holds {end - info.start}"
+        raise _corrupt(f"{info.dtype} of shape {list(info.shape)} needs {wanted} bytes, {why}")
     return info
 
 
@@ -127,9 +122,8 @@ def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise _corrupt("its header cannot be read") from error
     if not isinstance(descr, str) or descr[1:] not in _NPY_DTYPES or descr[:1] not in ("<", ">"):
-        raise SampleRejected(
-            "wrong_dtype", f"it holds {str(descr)[:40]!r}, expected floating-point numbers (bfloat16: use safetensors)"
-        )
+        why = "expected floating-point numbers (bfloat16: use safetensors)"
+        raise SampleRejected("wrong_dtype", f"it holds {str(descr)[:40]!r}, {why}")
     return _check_length(
         TensorInfo("", _sides(shape), _NPY_DTYPES[descr[1:]], stream.tell(), descr[0], bool(fortran)), size
     )
@@ -176,9 +170,8 @@ def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
     entries = archive.infolist()
     packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
     if packed or sum(entry.file_size for entry in entries) > size:
-        raise _corrupt(
-            "the parts of its zip are compressed, which torch never does, or said to be larger than the file"
-        )
+        why = "which torch never does, or said to be larger than the file"
+        raise _corrupt(f"the parts of its zip are compressed, {why}")
     try:
         damaged = archive.testzip()
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
@@ -213,9 +206,8 @@ class _TensorUnpickler(pickle.Unpickler):
             kinds += [str(value) for opcode, value, _ in pickletools.genops(stream) if opcode.name == "GLOBAL"]
         dtype = dict(zip(_STORAGES, _SIZES, strict=True)).get(kinds[0]) if len(kinds) == 1 else None
         if dtype is None or self.has_storage:
-            raise SampleRejected(
-                "wrong_dtype", f"it holds {', '.join(kinds)[:80]}, expected one floating-point storage"
-            )
+            why = "expected one floating-point storage"
+            raise SampleRejected("wrong_dtype", f"it holds {', '.join(kinds)[:80]}, {why}")
         self.has_storage = True
         count = int.from_bytes(stream.read(8), "little")
         return torch.frombuffer(bytearray(stream.read()), dtype=getattr(torch, dtype), count=count)
@@ -238,9 +230,8 @@ def _zipped(stream: BinaryIO, size: int) -> Any:
             if any(b"bytearray" in archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")):
                 raise SampleRejected("unsafe_pickle", "it asks for bytes of any size")
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
-        raise SampleRejected(
-            "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
-        ) from error
+        fix = "save it again with torch.save, or as .npy or .safetensors"
+        raise SampleRejected("unsafe_pickle", f"not torch's zip form; {fix}") from error
     stream.seek(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -308,40 +299,30 @@ class TensorFile:
 
 
 def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
-    """Reads and checks one open file; ``check_media: full`` checks every value.
-
-    Text embeddings are always read, because their length matters. Raises SampleRejected: ``corrupt_tensor``,
-    ``unknown_tensor_format``, ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite``
-    (values that are NaN or infinite), ``empty_context`` (nothing but zeros).
-    """
+    """Reads and checks one open file; ``check_media: full`` checks every value. Text embeddings are always read,
+    because their length matters. Raises SampleRejected: ``corrupt_tensor``, ``unknown_tensor_format``,
+    ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite`` (values that are NaN or
+    infinite), ``empty_context`` (nothing but zeros)."""
     suffix = Path(path).suffix.lower().lstrip(".")
     info = tensor_info(stream, suffix, NAMES[role])
-    shape = _shape(info, role)
+    batched = info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1  # as encoders return it
+    shape = info.shape[1:] if batched else info.shape
+    if len(shape) != AXES[role]:
+        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
+        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
     stream.seek(0)
-    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+    name = f"{hashlib.file_digest(stream, 'sha256').hexdigest()[:32]}.{suffix}"
     rows = None
     if role == "context" or config.check_media == "full":
         stream.seek(0)
         rows = _filled_rows(stream.read(size), suffix, info, role)
-    return TensorFile(
-        kind=role,
-        path=path,
-        name=f"{digest}.{suffix}",
-        size=size,
-        tensor=info.tensor,
-        shape=shape,
-        dtype=info.dtype,
-        rows=None if rows == shape[0] else rows,
-    )
-
-
-def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
-    """Returns the shape, without the batch axis of length 1 that encoders return."""
-    shape = info.shape[1:] if info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1 else info.shape
-    if len(shape) != AXES[role]:
-        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
-        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
-    return shape
+    tensor: Any = {
+        "tensor": info.tensor,
+        "shape": shape,
+        "dtype": info.dtype,
+        "rows": None if rows == shape[0] else rows,
+    }
+    return TensorFile(kind=role, path=path, name=name, size=size, **tensor)
 
 
 def _filled_rows(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int | None:

@@ -647,7 +647,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="nanoVLM's rules, restated",
         edits=(
             (
-                "convert/layouts/texts.py",
+                "convert/layouts/captions.py",
                 '    if not any("<image>" in str(message["content"]) for message in messages):\n',
                 "    if False:\n",
             ),
@@ -691,7 +691,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a cell with a stray quote loses it",
         test="tests/convert/test_convert_sources.py::test_damaged_rows_are_refused_and_the_others_read",
         oracle="the file",
-        edits=(("convert/tables.py", "delimiter=delimiter, strict=True)", "delimiter=delimiter)"),),
+        edits=(("convert/tables.py", "[0]], strict=True)", "[0]])"),),
     ),
     Mutation(
         trap=105,

@@ -112,8 +112,8 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/gemma3.py",
-                "runs=(self.square_tokens,) * squares",
-                "runs=(self.square_tokens,)",
+                "runs = (self.square_tokens,) * squares",
+                "runs = (self.square_tokens,)",
             ),
         ),
     ),

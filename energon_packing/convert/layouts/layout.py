@@ -13,28 +13,21 @@ from energon_packing.convert.fields import says_nothing
 from energon_packing.errors import SampleRejected
 from energon_packing.registry import Registry
 
-TURN_COLUMNS = ("messages", "conversations")
-"""Columns that hold a list of turns."""
+TURN_COLUMNS = ("messages", "conversations")  # columns that hold a list of turns
 ANSWER_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns that hold an answer of a preference pair."""
-SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; cookers select samples by it."""
+SUBFLAVORS = {"energon_packing": "v1"}  # marks every sample of a converted data set; cookers select samples by it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileKind:
-    """A kind of files that records name.
+    """A kind of files that records name."""
 
-    Attributes:
-        check: reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
-            `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
-        made: what `check` returns, a dataclass that its fields make again.
-        corrupt: reason of a file that is empty, or that its decoder fails on.
-    """
-
+    # Reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
+    # `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
     check: Callable[..., Any]
-    made: Callable[..., Any]
-    corrupt: str
+    made: Callable[..., Any]  # what `check` returns, a dataclass that its fields make again
+    corrupt: str  # reason of a file that is empty, or that its decoder fails on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

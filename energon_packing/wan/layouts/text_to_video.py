@@ -32,25 +32,18 @@ _READ_COLUMNS = frozenset(("id", "metadata", *(name for names in COLUMNS.values(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedVideoRecord:
-    """A parsed record, as `energon_packing.convert.records.ParsedRecord`; a clip has no answers that anybody judges.
+    """A parsed record, as `energon_packing.convert.records.ParsedRecord`; a clip has no answers that anybody judges."""
 
-    Attributes:
-        caption: None if there are only embeddings.
-        media: the files, in the order video or image, latents, context.
-        ignored: columns that hold something but that nothing reads, sorted.
-    """
-
-    caption: str | None
-    media: tuple[FileReference, ...]
+    caption: str | None  # None if there are only embeddings
+    media: tuple[FileReference, ...]  # the files, in the order video or image, latents, context
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # columns that hold something but that nothing reads, sorted
     layout: str = "text-to-video"
     judged: str = ""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each file."""
         return tuple(reference.kind for reference in self.media)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
@@ -65,12 +58,10 @@ class ParsedVideoRecord:
 
 
 def parse_text_to_video(value: Any) -> ParsedVideoRecord:
-    """Parses one record. An image is a clip of one frame; beside a video or latents it is not read.
-
-    A record with both a video and its latents keeps the latents, with the warning ``video_not_stored``. Raises
-    SampleRejected: ``unknown_layout`` (not an object, or no video, image or latents), ``empty_caption`` (and no
-    embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the video).
-    """
+    """Parses one record. An image is a clip of one frame; beside a video or latents it is not read. A record with both
+    a video and its latents keeps the latents, with the warning ``video_not_stored``. Raises SampleRejected:
+    ``unknown_layout`` (not an object, or no video, image or latents), ``empty_caption`` (and no embeddings),
+    ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the video)."""
     expect(value, dict, "unknown_layout", "the record is", "an object")
     found: dict[str, str | None] = {column: _column(value, column) for column in COLUMNS if column != "image"}
     if still := not (found["video"] or found["latents"]):

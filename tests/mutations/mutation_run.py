@@ -158,7 +158,7 @@ def run_tests(folder: Path, tests: Sequence[str], *, one_case: bool) -> None:
             "status": int(status),
             "reports": recorder.reports,
             "mutated_copy": imported.is_relative_to(folder.resolve()),
-            "libraries": [name for name, module in sys.modules.items() if is_library(module)],
+            "libraries": [name for name, module in [*sys.modules.items()] if is_library(module)],  # threads import
         }
         (folder / "result.json").write_text(json.dumps(result))
         code = 0

@@ -290,10 +290,8 @@ for _class in (PackedEnergonDatasetConfig, *provider.SECTIONS.values()):
 
 
 def _enforce_rules(container: ConfigContainer) -> None:
-    """Enforces every rule of severity error, as ``energon-packing validate`` does.
-
-    Bridge's ``validate()`` applies several of its rules to its own data set classes only, and has none of the others.
-    """
+    """Enforces every rule of severity error, as ``energon-packing validate`` does. Bridge's ``validate()`` applies
+    several of its rules to its own data set classes only, and has none of the others."""
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
         if judgement.finding is not None:
             raise ConfigError(f"{judgement.finding.why}; {judgement.finding.fix} (rule {judgement.rule.id}).")

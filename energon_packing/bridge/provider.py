@@ -198,14 +198,12 @@ for _name in {*SECTIONS, "MetricsSection"}:
 
 
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
-    """Returns the frozen twin of a section (or of a mapping of its fields), validated.
+    """Returns the frozen twin of a section (or of a mapping of its fields), validated. Raises ConfigError: no section,
+    an unknown field, a wrong type, or a value that the class refuses.
 
     Args:
         where: its name in the run's configuration, for messages.
         others: the fields that the section leaves out.
-
-    Raises:
-        ConfigError: no section, an unknown field, a wrong type, or a value that the class refuses.
     """
     a_section = dataclasses.is_dataclass(section) and not isinstance(section, type)
     values = dataclasses.asdict(section) if a_section else section
@@ -227,11 +225,9 @@ _FRAMES = 60
 
 def container_under_validation() -> ConfigContainer | None:
     """Returns the ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
-
     ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
     where both are visible before any GPU is taken. It serves the rules; the layout is read later, see
-    `PackProvider.follow`.
-    """
+    `PackProvider.follow`."""
     selves = (variables.get("self") for variables in _callers(9))
     return next((container for container in selves if isinstance(container, ConfigContainer)), None)
 
@@ -243,11 +239,8 @@ def _callers(most: int) -> list[Mapping[str, Any]]:
 
 def step_and_manager() -> tuple[int, Any] | None:
     """Returns the step from which Bridge's ``setup`` is about to continue, and its checkpoint manager, which may be
-    None; None if no ``setup`` is calling.
-
-    A data set is told neither, so both are read from the callers' variables ``train_state`` and ``checkpoint_manager``,
-    which a test looks up in the sources of Bridge.
-    """
+    None; None if no ``setup`` is calling. A data set is told neither, so both are read from the callers' variables
+    ``train_state`` and ``checkpoint_manager``, which a test looks up in the sources of Bridge."""
     step: int | None = None
     for variables in _callers(_FRAMES):
         of_state = getattr(variables.get("train_state"), "step", None)
@@ -259,17 +252,14 @@ def step_and_manager() -> tuple[int, Any] | None:
 
 
 def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
-    """Returns the state of the training loader at the iteration that the run continues from; None if the run begins,
-    or may begin its data anew.
+    """Returns the state of the training loader at the iteration that the run continues from; None if the run begins, or
+    may begin its data anew. Raises ConfigError: the run continues, and there is no state, or it is damaged.
 
     Args:
         dataset: its ``dataloader_load`` names the folder of the states, if it is set.
         resumed: what `step_and_manager` returned.
         rank: whose file is read: the data-parallel rank, or the first of a plan.
         accepted: ``data.accept_changed``.
-
-    Raises:
-        ConfigError: the run continues, and there is no state, or it is damaged.
     """
     if resumed is None or not resumed[0]:
         return None
@@ -307,12 +297,9 @@ def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, acc
 
 @dataclass(kw_only=True)
 class PackProvider(DatasetProvider):
-    """An Energon data set whose packs Bridge trains on, one per micro-batch.
-
-    Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
-    ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here and in the
-    subclass, all others in the subclass's sections.
-    """
+    """An Energon data set whose packs Bridge trains on, one per micro-batch. Mutable, because Bridge and Hydra override
+    fields of a recipe's configuration. `finalize`, which ``ConfigContainer.validate()`` calls, validates everything.
+    The fields that Bridge reads are here and in the subclass, all others in the subclass's sections."""
 
     path: str = ""
     """Data set that ``energon-packing convert`` wrote, another prepared Energon data set, or a plan that
@@ -438,21 +425,15 @@ class PackProvider(DatasetProvider):
 
     def evaluate_on(self, groups: Any) -> None:
         """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
-
         Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
         which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
-        on every rank.
-        """
+        on every rank."""
         self._evaluation_groups = groups
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
         """Returns the endless training and validation iterators of this rank; a collective call, as in Bridge's
-        ``setup``. Ranks of one replica get the same packs, and so does each evaluation.
-
-        Raises:
-            UserError: no data set at ``path``, a missing split, an unusable processor, or a run that continues without
-                its loader's state.
-        """
+        ``setup``. Ranks of one replica get the same packs, and so does each evaluation. Raises UserError: no data set
+        at ``path``, a missing split, an unusable processor, or a run that continues without its loader's state."""
         config = self.run_config(self.parallel_config(context.pg_collection))
         config = replace(config, data=config.data.beside(getattr(self._run, "model", None)))
         train = validation = None
@@ -529,10 +510,8 @@ def check_types(dataset: Any) -> None:
 
 
 def refuse_unknown_names(dataset: Any) -> None:
-    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
-
-    Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
-    """
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section. Other
+    attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings)."""
     known: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(dataset)}
     for name in (name for name in set(vars(dataset)) - {*known} if not name.startswith("_")):
         for section, made in known.items():

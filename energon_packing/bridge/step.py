@@ -102,11 +102,9 @@ _log_once = functools.cache(logging.getLogger(__name__).info)
 
 
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
-    """Whether any segment of a packed row is shorter than its place, by its boundaries (int32).
-
-    Boundaries on a device are not waited for: two tensors count as padding there, which is correct for every row and
-    slower than necessary for one without padding.
-    """
+    """Whether any segment of a packed row is shorter than its place, by its boundaries (int32). Boundaries on a device
+    are not waited for: two tensors count as padding there, which is correct for every row and slower than necessary for
+    one without padding."""
     real, physical = batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
     if physical is None or physical is real:
         return False
@@ -114,14 +112,12 @@ def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
 
 
 def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence_parallel: bool) -> torch.Tensor:
-    """Returns the part of a row's padding mask whose tokens a rank's layers hold.
+    """Returns the part of a row's padding mask whose tokens a rank's layers hold. Returns ``[1, T / CP]``, or ``[1, T /
+    (CP * TP)]`` with sequence parallelism; bool.
 
     Args:
         mask: ``[1, T]`` bool, True where the token is padding.
         groups: the ``ProcessGroupCollection`` of the model.
-
-    Returns:
-        ``[1, T / CP]``, or ``[1, T / (CP * TP)]`` with sequence parallelism; bool.
     """
     cp, tp = groups.cp, groups.tp
     if cp.size() > 1:

@@ -62,9 +62,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 
 class CommandGroup(click.Group):
     """A click group that knows its subcommands by name, imports one when it is used, and reports errors in one place.
-
-    The error report is in `main` (not in a wrapper around it) so that click's test runner sees what a user sees.
-    """
+    The error report is in `main` (not in a wrapper around it) so that click's test runner sees what a user sees."""
 
     def __init__(self, *args: Any, table: dict[str, Subcommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,9 +96,7 @@ class CommandGroup(click.Group):
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Runs the command line and exits: 0, 1 or 2 as the subcommand says, 130 after Ctrl-C, 141 after a closed pipe.
-
-        With ``standalone_mode=False`` it is click's own method, which returns and raises.
-        """
+        With ``standalone_mode=False`` it is click's own method, which returns and raises."""
         if not extra.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **extra)
         name = prog_name or "energon-packing"

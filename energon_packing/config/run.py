@@ -366,9 +366,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
 
 def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
     """Returns the plain values of a configuration file with the overrides applied, and the file's name for messages.
-
-    Raises: as `load_config`, except for keys and types, which `from_mapping` checks.
-    """
+    Raises: as `load_config`, except for keys and types, which `from_mapping` checks."""
     import yaml
 
     values: Any = {}

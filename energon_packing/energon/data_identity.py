@@ -109,10 +109,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _child(parent: Any, named: str) -> Any:
-    """The prepared data set, metadataset or JSON Lines that a text of a metadataset names; None if it names none.
-
-    Any text counts, so no way to name a data set (blends, joins, auxiliary data sets) can be forgotten.
-    """
+    """The prepared data set, metadataset or JSON Lines that a text of a metadataset names; None if it names none. Any
+    text counts, so no way to name a data set (blends, joins, auxiliary data sets) can be forgotten."""
     if not named or len(named) > 4096 or "\n" in named or "\0" in named:
         return None
     try:

@@ -32,15 +32,9 @@ class DatasetLimits:
         self._encoders: dict[tuple[int, str], SampleEncoder] = {}
 
     def encoder(self, encoder: SampleEncoder, sample: Any, *, number: int = 0) -> SampleEncoder:
-        """Returns `encoder`, or a copy of it with the limits of the sample's data set.
-
-        Warns:
-            UserWarning: once per data set, if one of its limits is above that of a pack; in the first worker only.
-
-        Raises:
-            ConfigError: the subflavor is not a mapping, has an unknown key or an invalid value, or the encoder is not a
-                `ConversationEncoder`.
-        """
+        """Returns `encoder`, or a copy of it with the limits of the sample's data set. Warns UserWarning: once per data
+        set, if one of its limits is above that of a pack; in the first worker only. Raises ConfigError: the subflavor
+        is not a mapping, has an unknown key or an invalid value, or the encoder is not a `ConversationEncoder`."""
         if (given := _given(sample)) is None:
             return encoder
         where = _where(sample)
@@ -82,11 +76,9 @@ PAIRS = (("max_tokens", "seq_length"), ("max_visual_tokens", "seq_length"), ("ma
 
 def lowered(limits: LimitsConfig, packing: PackingConfig) -> tuple[LimitsConfig, list[str]]:
     """Returns limits no higher than a pack's, and what was lowered: ``max_tokens 9000 to packing.seq_length 4096``.
-
     Under the higher limit a sample between the two would be measured and then refused because it fits no pack. Under
     the pack's limit it is resized or truncated if ``when_over`` allows it. A limit that is None stays None. With
-    ``oversize: split`` nothing is lowered, because a sample may then be larger than a pack.
-    """
+    ``oversize: split`` nothing is lowered, because a sample may then be larger than a pack."""
     changed: dict[str, Any] = {}
     sentences: list[str] = []
     for name, of_pack in PAIRS if packing.oversize != "split" else ():

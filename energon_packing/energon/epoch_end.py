@@ -31,9 +31,8 @@ Agree = Callable[[int, Literal["min", "max"]], int]
 
 @dataclass(kw_only=True, slots=True)
 class EpochReport:
-    """Counts of one epoch of one rank; of an epoch that was resumed, since then.
-
-    At the end of a finite epoch, ``read == emitted + len(dropped_keys) + dropped.total()``."""
+    """Counts of one epoch of one rank; of an epoch that was resumed, since then. At the end of a finite epoch, ``read
+    == emitted + len(dropped_keys) + dropped.total()``."""
 
     packs: int = 0
     padding_packs: int = 0
@@ -74,14 +73,12 @@ def even_packs(
     rank: int,
     resumed: bool = False,
 ) -> Iterator[Pack]:
-    """Yields one epoch of one rank, with as many packs as every other rank emits.
+    """Yields one epoch of one rank, with as many packs as every other rank emits. Raises NothingToPack: no rank would
+    emit a pack, because one has none (``drop``) or all have none; on all ranks.
 
     Args:
         packs: of this rank; their ``worker`` and ``ahead`` tell how many more are certain to come.
         resumed: whether the epoch began before a saved state, so that it may have no packs left.
-
-    Raises:
-        NothingToPack: no rank would emit a pack, because one has none (``drop``) or all have none; on all ranks.
     """
     ahead: dict[int, int] = {}
     pack = next(packs, None)

@@ -408,11 +408,9 @@ class PackLoader(LoaderBase):
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
-        """See `LoaderBase.state_later`.
-
-        Asking every worker for its state takes until each has finished a pack, so this is left to the moment that a
-        state is needed. Workers keep their checkpoints of the packs that may have been read until then.
-        """
+        """See `LoaderBase.state_later`. Asking every worker for its state takes until each has finished a pack, so this
+        is left to the moment that a state is needed. Workers keep their checkpoints of the packs that may have been
+        read until then."""
         if self._loader.num_workers == 0 or not self._started:
             state = self.save_state()
             return lambda: state
@@ -473,11 +471,9 @@ class _WholePacks(SavableDatasetWrapper[Any]):
 
 
 def _state_of_rank(loader: Any, patience: float) -> Any:
-    """What Energon's ``save_state_rank`` returns once all workers have begun.
-
-    A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
-    thread that answers before it stores the worker's first state.
-    """
+    """What Energon's ``save_state_rank`` returns once all workers have begun. A worker answers before that without a
+    state, and with one pack more to skip than there is: Energon starts the thread that answers before it stores the
+    worker's first state."""
     until = time.monotonic() + _BEGUN_SECONDS + patience
     while True:
         state = loader.save_state_rank()

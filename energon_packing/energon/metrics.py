@@ -68,10 +68,8 @@ class PackSums:
         return self.real + self.alignment + self.tail + self.unused
 
     def figures(self) -> dict[str, float]:
-        """What readers want to know, by name; a figure is left out where there is nothing to divide by.
-
-        Shares are 0 to 1: ``fill`` and the three causes of padding are shares of `room` and add up to 1.
-        """
+        """What readers want to know, by name; a figure is left out where there is nothing to divide by. Shares are 0 to
+        1: ``fill`` and the three causes of padding are shares of `room` and add up to 1."""
         parts = (
             ("fill", self.real, self.room),
             ("padding_alignment", self.alignment, self.room),
@@ -185,12 +183,9 @@ def rates(lines: Iterable[RankLine]) -> dict[str, float]:
 
 def figures(lines: Sequence[RankLine]) -> dict[str, float]:
     """Figures of the last lines of all ranks, see `PackSums.figures`; three of the `rates`; the largest memory; and two
-    that compare ranks:
-
-    ``wait_share_max``, of the rank that waited most, and ``cost_max_over_mean``: the cost of the costliest rank divided
-    by the mean over ranks, averaged over the steps that all ranks have in their last two lines. A step lasts as long as
-    its costliest rank.
-    """
+    that compare ranks: ``wait_share_max``, of the rank that waited most, and ``cost_max_over_mean``: the cost of the
+    costliest rank divided by the mean over ranks, averaged over the steps that all ranks have in their last two lines.
+    A step lasts as long as its costliest rank."""
     found = merged(line.last for line in lines).figures()
     rate = rates(lines)
     found |= {f"{name}_per_second": rate[name] for name in ("samples", "tokens", "targets") if name in rate}
@@ -429,11 +424,8 @@ PATIENCE = 10.0
 
 
 class MetricsLog:
-    """Posts the figures of a run, at most once per ``interval`` steps.
-
-    Lines that were there before are not posted. Figures arrive a step or two after the steps that they sum up.
-    ``more`` makes further figures of the `rates`.
-    """
+    """Posts the figures of a run, at most once per ``interval`` steps. Lines that were there before are not posted.
+    Figures arrive a step or two after the steps that they sum up. ``more`` makes further figures of the `rates`."""
 
     def __init__(
         self, config: MetricsConfig, more: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda _: {}

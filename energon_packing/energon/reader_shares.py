@@ -110,16 +110,14 @@ def deal(
     held: np.ndarray | None = None,
     number: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Deals consecutive samples to readers in chunks.
+    """Deals consecutive samples to readers in chunks. Returns ``[M + 1]`` int64, where each chunk begins, and ``[M]``
+    int64, its reader. A chunk may be empty.
 
     Args:
         sizes: ``[samples]``, what each counts; None counts them alike.
         longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
         held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
             is added. Else many small data sets would all give their last samples to the same readers.
-
-    Returns:
-        ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
     """
     each = max(samples // readers, 1)
     rows = min(max(each // min(max(each // CHUNKS, 1), longest), 1), MOST_CHUNKS)
@@ -147,10 +145,9 @@ def deal_samples(
     dataset: SavableDataset[Any], worker_config: WorkerConfig, media_tokens: MediaTokens | None = None
 ) -> None:
     """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon. ``media_tokens``
-    are those of the media of one sample; None counts them as nothing.
-
-    With one reader in all, Energon's own slices stay. Raises UserError: a data set that repeats without end has no
-    samples; or a fraction of one that is repeated cannot be had by so many readers."""
+    are those of the media of one sample; None counts them as nothing. With one reader in all, Energon's own slices
+    stay. Raises UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated
+    cannot be had by so many readers."""
     sources = list(_sources(dataset))
     readers = max(worker_config.num_workers, 1) * worker_config.world_size
     for each in sources:

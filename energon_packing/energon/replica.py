@@ -76,10 +76,8 @@ class OwnGroup:
 
 
 def host_identity() -> tuple[Any, ...]:
-    """Returns what is equal for two processes that can pass descriptors to each other; unique where none can.
-
-    They need one kernel and one network name space, in which addresses of Unix sockets are visible.
-    """
+    """Returns what is equal for two processes that can pass descriptors to each other; unique where none can. They need
+    one kernel and one network name space, in which addresses of Unix sockets are visible."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if sys.platform != "linux" or not boot.exists() or not network.exists():
         return ("process", os.urandom(16).hex())
@@ -137,11 +135,9 @@ class Replica:
         return _gathered(value, self.inner)
 
     def told(self, find_out: Callable[[], Any]) -> Any:
-        """What the run's first rank finds out, on all ranks; a collective call of all ranks.
-
-        The others wait for it as long as `PATIENCE`, whatever the timeout of the run's collectives. Raises UserError:
-        the first rank raised it; PackingError: it raised something else, or took longer.
-        """
+        """What the run's first rank finds out, on all ranks; a collective call of all ranks. The others wait for it as
+        long as `PATIENCE`, whatever the timeout of the run's collectives. Raises UserError: the first rank raised it;
+        PackingError: it raised something else, or took longer."""
         if self.world_size * self.size == 1:
             return find_out()
         name = [secrets.token_hex()]
@@ -158,18 +154,14 @@ class Replica:
         return found[0]
 
     def agree[T](self, act: Callable[[], tuple[T, Facts]]) -> T:
-        """Does something on all ranks, of which all go on or all refuse; a collective call of all ranks.
-
-        Ranks exchange four numbers, and what they stand for only where they differ: at 4,096 ranks 32 bytes each.
+        """Does something on all ranks, of which all go on or all refuse; a collective call of all ranks. Ranks exchange
+        four numbers, and what they stand for only where they differ: at 4,096 ranks 32 bytes each. Raises ConfigError:
+        ranks differ; the message names one that does, and both values; UserError: it was raised here or on another
+        rank, whose message is told; PackingError: another rank raised something else; Exception: raised by ``act`` on
+        this rank.
 
         Args:
             act: does it, and says of it what must be the same: on all ranks, and on those that read (empty elsewhere).
-
-        Raises:
-            ConfigError: ranks differ; the message names one that does, and both values.
-            UserError: it was raised here or on another rank, whose message is told.
-            PackingError: another rank raised something else.
-            Exception: raised by ``act`` on this rank.
         """
         error, done = _tried(act)
         result, (of_all, of_readers) = done if done is not None else (None, ({"error": _words(error)}, {}))

@@ -118,9 +118,7 @@ class RankGone(Exception):
 
 class _Link:
     """Messages between ranks of one host: some bytes over a Unix socket, and descriptors of the memory that they share.
-
-    The first rank of a replica's stage on a host is the leader of that host; it sends, the others receive.
-    """
+    The first rank of a replica's stage on a host is the leader of that host; it sends, the others receive."""
 
     def __init__(self) -> None:
         self._connections: dict[int, Connection] = {}
@@ -244,10 +242,8 @@ SENDING: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 class StageChannel:
     """Messages from the reader of a replica to the leaders of its later pipeline stages, by one of its ``posts`` each.
-
     A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
-    the pipeline that it waits for. So a thread for each stage sends its messages, in order.
-    """
+    the pipeline that it waits for. So a thread for each stage sends its messages, in order."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

@@ -120,10 +120,8 @@ class DeviceCopy:
         self._stream = torch.cuda.Stream(self._device) if pixels and there else None
 
     def start(self, batch: Any) -> tuple[Any, Any]:
-        """Starts the copy of a pack, in any thread; returns the pack, and an event after the copy of its pixels.
-
-        Packs of other classes stay as they are.
-        """
+        """Starts the copy of a pack, in any thread; returns the pack, and an event after the copy of its pixels. Packs
+        of other classes stay as they are."""
         if self._device is None or not isinstance(batch, PackedBatch):
             return batch, None
         with torch.cuda.device(self._device):  # a new thread's device is the first one
@@ -325,11 +323,9 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
 
 
 class _Numbered:
-    """What both readers share: packs made ahead, their count, and a state that belongs to the last pack *used*.
-
-    The first pack is made by the thread that asks for it, since that starts the loader's workers, and processes are
-    best forked from a main thread. The others are made in a thread of their own, which ends with this object.
-    """
+    """What both readers share: packs made ahead, their count, and a state that belongs to the last pack *used*. The
+    first pack is made by the thread that asks for it, since that starts the loader's workers, and processes are best
+    forked from a main thread. The others are made in a thread of their own, which ends with this object."""
 
     def __init__(self, source: Any, replica: Replica, road: _Road, depth: int, pixels_to_device: bool) -> None:
         self._source, self._replica, self._road, self._depth = source, replica, road, depth

@@ -62,10 +62,8 @@ class ConversationSample(Sample):
 @edataclass
 class MeasuredSample(Sample):
     """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it, and
-    ``modality`` that of its record (`Conversation.modality`), empty if it could not be read.
-
-    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.window` turns them into samples.
-    """
+    ``modality`` that of its record (`Conversation.modality`), empty if it could not be read. If it fits no pack,
+    ``split`` holds its pieces; `energon_packing.energon.window` turns them into samples."""
 
     measured: AnyMeasured | None
     store: FileStore | None = None
@@ -208,20 +206,16 @@ def beneath(dataset: Any) -> Sequence[Any]:
 
 
 def forget_members(reader: Any) -> None:
-    """Empties the lists in which Python's open tars keep every member that was read, half a kilobyte each.
-
-    Energon reads by position, so nothing looks them up, and keeps up to five tars open for as long as it reads.
-    """
+    """Empties the lists in which Python's open tars keep every member that was read, half a kilobyte each. Energon
+    reads by position, so nothing looks them up, and keeps up to five tars open for as long as it reads."""
     for tar in getattr(reader, "itar_files_cache", {}).values():
         tar.members.clear()
 
 
 @edataclass
 class RenderedSample(Sample):
-    """A sample with its tensors: what `energon_packing.thd.assemble` takes, and its cost, see `Pack`.
-
-    One row, or two for a preference pair.
-    """
+    """A sample with its tensors: what `energon_packing.thd.assemble` takes, and its cost, see `Pack`. One row, or two
+    for a preference pair."""
 
     rows: tuple[dict[str, Any], ...]
     changes: tuple[tuple[str, str], ...] = ()

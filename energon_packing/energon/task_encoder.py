@@ -72,11 +72,9 @@ FUNCTIONS = (
 
 
 def refuse_unlimited_failures(task_encoder: Any) -> None:
-    """Refuses ``failure_tolerance=0``, which in Energon means that there is no limit on failures.
-
-    Energon stops at ``failure_tolerance`` consecutive exceptions of a function, by ``0 < tolerance <= failures``
-    (`megatron.energon.errors.ErrorContext`). So 0, and None, which becomes 0, read broken data forever.
-    """
+    """Refuses ``failure_tolerance=0``, which in Energon means that there is no limit on failures. Energon stops at
+    ``failure_tolerance`` consecutive exceptions of a function, by ``0 < tolerance <= failures``
+    (`megatron.energon.errors.ErrorContext`). So 0, and None, which becomes 0, read broken data forever."""
     default = task_encoder.__default_failure_tolerance__
     kind = type(task_encoder).__name__
     meant = "in Energon that means no limit, so data that always fail are read forever; 1 stops at the first failure"
@@ -88,10 +86,8 @@ def refuse_unlimited_failures(task_encoder: Any) -> None:
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
-    """A task encoder whose packs come from a `WindowPackingDataset`.
-
-    A subclass sets the attributes and defines ``fingerprint``, ``plan_cost``, ``arrange``, ``postencode_sample`` and
-    ``pack_selected_samples``."""
+    """A task encoder whose packs come from a `WindowPackingDataset`. A subclass sets the attributes and defines
+    ``fingerprint``, ``plan_cost``, ``arrange``, ``postencode_sample`` and ``pack_selected_samples``."""
 
     decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
     packing: Any
@@ -253,17 +249,14 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """Selects the next pack from the window by ``packing.policy``, within all limits of a pack.
-
-        It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
-        others, and fill their packs as well. Of what the window holds more than once, see `next_of_copies`.
+        """Selects the next pack from the window by ``packing.policy``, within all limits of a pack. It is a pack of the
+        group that holds the most. So groups that occur seldom wait until they hold as much as the others, and fill
+        their packs as well. Of what the window holds more than once, see `next_of_copies`. Returns ascending positions
+        of samples of one group (`by_group`), its oldest among them.
 
         Args:
             samples: held by the window, oldest first; all are measured.
             ended: whether the source is exhausted, so that no further sample enters the window.
-
-        Returns:
-            Ascending positions of samples of one group (`by_group`), its oldest among them.
         """
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))

@@ -82,11 +82,9 @@ have changed since); and the number of each in its worker's stream, from 0."""
 
 
 class WindowBuffer(SavableSampleBuffer):
-    """Energon's sample buffer with shallow saves. Saved states contain the class name, so it must not change.
-
-    Restore keys are tuples that are never changed, so a shallow copy of the list is enough. It is thirty times faster
-    than a deep copy, which makes a checkpoint after every pack affordable.
-    """
+    """Energon's sample buffer with shallow saves. Saved states contain the class name, so it must not change. Restore
+    keys are tuples that are never changed, so a shallow copy of the list is enough. It is thirty times faster than a
+    deep copy, which makes a checkpoint after every pack affordable."""
 
     _savable_fields = ("_restore_keys", "_arrivals")
 

@@ -53,11 +53,9 @@ def keep_freed_memory() -> bool:
 
 
 def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
-    """Makes every worker that a ``torch.utils.data.DataLoader`` starts from now on tokenize without threads.
-
-    Call it just before they start: what only a cycle holds ends here. A worker is a fork, whose first garbage
-    collection would end a model's tensors or an open decoder without the threads they belong to, and crash.
-    """
+    """Makes every worker that a ``torch.utils.data.DataLoader`` starts from now on tokenize without threads. Call it
+    just before they start: what only a cycle holds ends here. A worker is a fork, whose first garbage collection would
+    end a model's tensors or an open decoder without the threads they belong to, and crash."""
     if loader.num_workers:
         # With what is frozen, which Energon unfreezes in the worker at the end of an epoch.
         frozen = gc.get_freeze_count()
@@ -145,14 +143,12 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
 
 
 def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) -> Answer:
-    """Returns what workers answer to a question, which Energon would wait for in vain once one of them is gone.
+    """Returns what workers answer to a question, which Energon would wait for in vain once one of them is gone. Raises
+    UserError: a worker was killed.
 
     Args:
         ask: asks all of them; runs in a thread of its own.
         workers: their processes; without any, ``ask`` is just called.
-
-    Raises:
-        UserError: a worker was killed.
     """
     if not workers:
         return ask()

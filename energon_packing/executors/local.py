@@ -156,11 +156,9 @@ def _received(connection: Connection) -> Iterator[Any]:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The exception with its traceback as a note; a `RuntimeError` of the same words if it cannot be sent.
-
-    Some exceptions are pickled but cannot be read back, as their ``__init__`` has other parameters; the process that
-    receives one would fail with an error of its own.
-    """
+    """The exception with its traceback as a note; a `RuntimeError` of the same words if it cannot be sent. Some
+    exceptions are pickled but cannot be read back, as their ``__init__`` has other parameters; the process that
+    receives one would fail with an error of its own."""
     said = "".join(traceback.format_exception(error))
     error.add_note(said)
     try:

@@ -222,18 +222,15 @@ def packs_left(args: Any, ranks: int) -> int | None:
 
 
 def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
-    """Returns the loader's state for the checkpoint that this run continues from; None for a new run.
-
-    Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
-    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``.
+    """Returns the loader's state for the checkpoint that this run continues from; None for a new run. Every rank of a
+    replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
+    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``. Raises
+    ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
+    contains something else.
 
     Args:
         data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
             the one that a run with or without pipeline stages saved if there is none with this run's name.
-
-    Raises:
-        ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
-            contains something else.
     """
     if not args.iteration or args.packing_restart_data:
         return None

@@ -72,10 +72,8 @@ def read(data_iterator: Any, schedule_plan: bool, **how: Any) -> StageBatch:
 
 def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
     """What the model reads besides tokens, by the names of its forward: media, the family's fields per token, padding.
-
     The mask reaches experts even if the forward does not take it, see `energon_packing.thd.routers`. Raises
-    ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly.
-    """
+    ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly."""
     from megatron.training import get_args
 
     given = {**(batch.visual_inputs or {}), **batch.model_inputs}

@@ -69,16 +69,11 @@ def _call_llava(model: Any, batch: StageBatch) -> Any:
 def llava_inputs(
     batch: StageBatch, *, placeholder: int, image_token_index: int, tokens_per_tile: int
 ) -> dict[str, torch.Tensor]:
-    """Cuts every run of placeholders to one token.
-
-    Returns:
-        What ``LLaVAModel.forward`` takes, S being T minus the placeholders that were cut: ``images``
-        ``[tiles, 3, H, W]`` (zero tiles if the row has no image), ``input_ids``, ``position_ids`` (of the expanded row)
-        and ``labels`` int64 ``[1, S]``, ``loss_mask`` float32 ``[1, S]``, and ``num_image_tiles`` int ``[runs]``.
-
-    Raises:
-        ConfigError: a run is not a whole number of tiles, or the row has visual inputs other than ``pixel_values``.
-    """
+    """Cuts every run of placeholders to one token. Returns what ``LLaVAModel.forward`` takes, S being T minus the
+    placeholders that were cut: ``images`` ``[tiles, 3, H, W]`` (zero tiles if the row has no image), ``input_ids``,
+    ``position_ids`` (of the expanded row) and ``labels`` int64 ``[1, S]``, ``loss_mask`` float32 ``[1, S]``, and
+    ``num_image_tiles`` int ``[runs]``. Raises ConfigError: a run is not a whole number of tiles, or the row has visual
+    inputs other than ``pixel_values``."""
     if batch.tokens is None or batch.labels is None or batch.loss_mask is None or batch.position_ids is None:
         raise PackingError("LLaVAModel needs the whole row on every stage; call get_batch with whole_row=True")
     row = batch.tokens[0]

@@ -154,10 +154,8 @@ class Blend:
         )
 
     def epoch(self, number: int, group: str) -> np.ndarray:
-        """Rows of `Samples` that a group has in an epoch, ``[N]`` int64, in seeded random order.
-
-        A row occurs more than once if its data set is repeated within the epoch. Pieces of a sample occur together.
-        """
+        """Rows of `Samples` that a group has in an epoch, ``[N]`` int64, in seeded random order. A row occurs more than
+        once if its data set is repeated within the epoch. Pieces of a sample occur together."""
         if self.rest is not None:
             if not number:
                 return np.random.default_rng([self.config.seed, 4]).permutation(self.rest)

@@ -14,15 +14,10 @@ from energon_packing.offline.plan import Plan, PlannedPack, read_drops
 
 
 def explanation(plan: Plan, key: str) -> dict[str, Any]:
-    """Everything that a plan and its drops say about a key, of a source sample or ``KEY#PIECE``.
-
-    Returns:
-        ``key``; ``packed``: for each occurrence its pack, epoch, place in the pack, tokens, source, the other samples
-            of the pack and the tokens of the whole pack; ``dropped``: entries of the plan's drops.
-
-    Raises:
-        UserError: nothing is known about the key.
-    """
+    """Everything that a plan and its drops say about a key, of a source sample or ``KEY#PIECE``. Returns ``key``;
+    ``packed``: for each occurrence its pack, epoch, place in the pack, tokens, source, the other samples of the pack
+    and the tokens of the whole pack; ``dropped``: entries of the plan's drops. Raises UserError: nothing is known about
+    the key."""
     whole, separator, piece = key.rpartition("#")
     source = whole if separator and piece.isdecimal() else key
     keys = pa.array(sorted({key, source}), pa.string())

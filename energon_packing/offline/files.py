@@ -39,9 +39,7 @@ HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 
 def remove_leftovers(directory: Path, name: str = "*") -> None:
     """Removes files that processes of this host were writing to `directory`, by any name or one, when they were killed.
-
-    Containers may share the name of their host and not its processes, so a file that is locked stays too.
-    """
+    Containers may share the name of their host and not its processes, so a file that is locked stays too."""
     for file in directory.glob(f".{name}.{HOST}.*"):
         try:  # one that ended and that nobody waited for is there for good in a container without an init
             lives = b") Z " not in Path(f"/proc/{file.suffix[1:]}/stat").read_bytes()
@@ -78,11 +76,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[bool]:
-    """Locks a directory among all commands that write to it, or a part of it that another `byte` stands for.
-
-    The lock is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems
-    too. Without `wait` it gives whether this process has the lock.
-    """
+    """Locks a directory among all commands that write to it, or a part of it that another `byte` stands for. The lock
+    is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems too.
+    Without `wait` it gives whether this process has the lock."""
     with (directory / ".lock").open("r+b" if (directory / ".lock").exists() else "w+b") as file:
         try:
             lock(file, directory, wait=wait, byte=byte)
@@ -94,10 +90,7 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any]) -> None:
     """Writes tables of one schema, each as a row group. `metadata` is for `read_metadata`: anything that JSON can
-    express.
-
-    Raises OSError: the disk is full or read-only; nothing is left behind.
-    """
+    express. Raises OSError: the disk is full or read-only; nothing is left behind."""
     described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
     with (
         replacing(path) as aside,
@@ -116,10 +109,8 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) -> Any:
     """Returns what `write_json` wrote, as `read_as` reads it. Its ``format`` must be `version`; messages say `what` the
-    file or its directory is, such as ``an index``, and that the command `remedy` makes another one.
-
-    Raises UserError: it is missing, damaged, or of another version.
-    """
+    file or its directory is, such as ``an index``, and that the command `remedy` makes another one. Raises UserError:
+    it is missing, damaged, or of another version."""
     try:
         if read_again(file, file.stat).st_size > MOST_BYTES:
             raise ValueError("it is too large")
@@ -221,16 +212,13 @@ def unwritable(path: Path, error: OSError, again: str) -> UserError:
 def differing(
     stored: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """Compares the settings that a stored file was made with to those of a run.
-
-    A setting that the file lacks is one that the version that wrote it did not have: it was made with the default.
+    """Compares the settings that a stored file was made with to those of a run. A setting that the file lacks is one
+    that the version that wrote it did not have: it was made with the default. Returns every name whose values differ,
+    in order, with both values; those of a section have its name before a dot.
 
     Args:
         stored, own: name of a setting -> value; a section inside counts as its settings.
         defaults: of the settings that may be newer than the file; one without any is None.
-
-    Returns:
-        Every name whose values differ, in order, with both values; those of a section have its name before a dot.
     """
     stored, own = ({**_flat(defaults or {}), **_flat(each)} for each in (stored, own))
     pairs = ((name, stored.get(name), own.get(name)) for name in sorted({*stored, *own}))

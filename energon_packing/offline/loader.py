@@ -236,7 +236,8 @@ def loader_of(
     evaluation: int | None = None,
     **reading: Any,
 ) -> PlannedLoader:
-    """The loader of the packs of a plan; its states fit every other loader of this plan.
+    """The loader of the packs of a plan; its states fit every other loader of this plan. Raises ConfigError: as
+    `check_plan`.
 
     Args:
         packs_of: the packs for an encoder and a rank, whatever they are read from.
@@ -245,9 +246,6 @@ def loader_of(
         rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
             ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
         evaluation: as for `PlannedLoader`.
-
-    Raises:
-        ConfigError: as `check_plan`.
     """
     kind = kind_of_config(config)
     if plan.facts.kind != kind.name:

@@ -58,11 +58,9 @@ into the cache, and few texts are held."""
 
 
 def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
-    """What lengths, targets and refusals depend on, by name.
-
-    Every field of the ``encoder`` section is in it but those that do not change lengths, and those that name a place,
-    so none can be forgotten; and of the ``packing`` section those of them that are ``newer``.
-    """
+    """What lengths, targets and refusals depend on, by name. Every field of the ``encoder`` section is in it but those
+    that do not change lengths, and those that name a place, so none can be forgotten; and of the ``packing`` section
+    those of them that are ``newer``."""
     length_free = length_free_of(run.encoder)
     fields = {
         f"encoder.{name}": json.dumps(value, sort_keys=True)
@@ -438,10 +436,8 @@ def _saved(
     config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]
 ) -> tuple[Index, tuple[str, ...]]:
     """Writes the index with the data sets of this command in it, beside those that are there, and tells what changed.
-
     What has got another place takes that of its entry, since plans follow the order of entries. A part is left out that
-    its metadataset no longer names, under its name or that of the metadataset that took its place.
-    """
+    its metadataset no longer names, under its name or that of the metadataset that took its place."""
     named = {each.name: each for each in datasets}
     of_place = {(each.root, each.split): each for each in datasets}
     of_records = {each.records: each for each in datasets if each.records}

@@ -39,10 +39,8 @@ _RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 
 def read_states(paths: Sequence[Path]) -> list[Any]:
     """The states of all ranks in their order, from a checkpoint of Bridge or from files that ``torch.save`` wrote.
-
     `paths` are a file per rank, or one folder such as ``CHECKPOINT/energon/step_0000100``. Raises UserError: a file is
-    missing or is no state.
-    """
+    missing or is no state."""
     files = list(paths)
     if len(files) == 1 and files[0].is_dir():
         named = {int(rank[1]): file for file in files[0].iterdir() if (rank := _RANK.fullmatch(file.name))}
@@ -71,15 +69,13 @@ def _online(saved: Any, file: Path) -> Any:
 
 
 def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
-    """What the run of these states has still to give.
+    """What the run of these states has still to give. Raises UserError: a state is missing, is of another step, or
+    holds what cannot be counted, such as a blend; ConfigError: the states are of other data, or of settings that cut
+    samples otherwise.
 
     Args:
         states: of all ranks, in their order, saved at the same step.
         config: of the run, on the data set that it read.
-
-    Raises:
-        UserError: a state is missing, is of another step, or holds what cannot be counted, such as a blend.
-        ConfigError: the states are of other data, or of settings that cut samples otherwise.
     """
     if config.data.shuffle_over_epochs != 1:
         raise ConfigError(

@@ -128,16 +128,14 @@ def open_together(
 
 
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:
-    """Compares a plan, or a packed directory, with what a run has still to read of it.
+    """Compares a plan, or a packed directory, with what a run has still to read of it. Raises UserError: the plan ends
+    before, in the middle of a data set.
 
     Args:
         path: ``data.path``.
         state: of the reader, at which the run continues (`OneReader.save_state`); None begins the plan. Where it has no
             position, its restoring says what is wrong with it.
         packs: that the run has still to read, over all ranks.
-
-    Raises:
-        UserError: the plan ends before, in the middle of a data set.
     """
     source = {"position": 0} if state is None else state.get("source") if isinstance(state, dict) else None
     position = source.get("position") if isinstance(source, dict) else None
@@ -181,14 +179,12 @@ class EndlessPacks:
 def open_packs(
     config: Any, replica: Replica, *, every: bool = False, **what: Any
 ) -> tuple[EndlessPacks | None, PackMetrics | None]:
-    """Opens a rank's loader, as a collective call of all ranks.
+    """Opens a rank's loader, as a collective call of all ranks. Returns its packs, on a rank that reads; and what
+    counts them, on the rank that does so for its replica.
 
     Args:
         every: each rank of a replica reads for itself, in place of one for all.
         what: see `open_together`.
-
-    Returns:
-        Its packs, on a rank that reads; and what counts them, on the rank that does so for its replica.
     """
     loader = open_together(config, replica, reads=replica.is_reader or every, **what)
     if loader is None:
@@ -202,10 +198,8 @@ def open_packs(
 
 
 def packs_of_steps(steps: int, samples: int, ranks: int) -> int:
-    """Returns the packs that all ranks read in some steps of so many samples.
-
-    Trainers may round a step down to what the ranks divide (``decrease_batch_size_if_needed``).
-    """
+    """Returns the packs that all ranks read in some steps of so many samples. Trainers may round a step down to what
+    the ranks divide (``decrease_batch_size_if_needed``)."""
     return max(steps, 0) * (samples // ranks) * ranks
 
 
@@ -287,10 +281,8 @@ class EvaluationPacks(PositionedPacks):
 
 def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any]]:
     """For each pack, the restore keys of its samples, and of those before them that no pack has; what is dropped after
-    the last pack makes one without samples.
-
-    The budget of drops holds as in training; a blend that comes again has no other end if nothing of it can be packed.
-    """
+    the last pack makes one without samples. The budget of drops holds as in training; a blend that comes again has no
+    other end if nothing of it can be packed."""
     packing = encoder.packing
     ledger = Ledger(None, budget=packing.drop_budget, name="", most_pending=packing.max_drops_without_pack)
     ledger.tells = False  # an evaluation does
@@ -349,9 +341,10 @@ def evaluation_loader(
     places: list[list[Any]] | None = None,
     **models: Any,
 ) -> PlannedLoader:
-    """The loader of an evaluation on the data set at ``data.path``.
-
-    A metadataset without weights is gone through once; one whose ``blend`` has weights has no end, and its mix.
+    """The loader of an evaluation on the data set at ``data.path``. A metadataset without weights is gone through once;
+    one whose ``blend`` has weights has no end, and its mix. Raises UserError: there is no data set at ``data.path``, it
+    lacks the split, or no sample of it can be packed; DropBudgetExceeded: as `EvaluationPacks`; ConfigError: the
+    processor or a size cannot be used.
 
     Args:
         packs: of one evaluation, over all ranks.
@@ -359,11 +352,6 @@ def evaluation_loader(
             `energon_packing.energon.loader.build_loader`.
         places: see `EvaluationPacks`; plain values, so that one rank can tell the others.
         models: of `SampleKind.task_encoder`.
-
-    Raises:
-        UserError: there is no data set at ``data.path``, it lacks the split, or no sample of it can be packed.
-        DropBudgetExceeded: as `EvaluationPacks`.
-        ConfigError: the processor or a size cannot be used.
     """
     workers = config.data.workers if workers is None else workers
     data = replace(config.data, split=split or config.data.split, workers=0)

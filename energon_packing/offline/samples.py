@@ -216,10 +216,8 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Samples:
-    """What can be packed: N samples and pieces, in the order of the sources.
-
-    `source` ``[N]`` int64 is ascending; pieces of one sample share it. `piece` ``[N]`` int16 is -1 for a whole sample.
-    """
+    """What can be packed: N samples and pieces, in the order of the sources. `source` ``[N]`` int64 is ascending;
+    pieces of one sample share it. `piece` ``[N]`` int16 is -1 for a whole sample."""
 
     source: np.ndarray
     piece: np.ndarray
@@ -232,15 +230,12 @@ class Samples:
 def fitting_samples(
     sources: Sources, limits: AnyLimits, config: AnyRun, remeasure: Remeasure | None = None
 ) -> tuple[Samples, list[Drop]]:
-    """Reads the sizes of all samples and keeps those that fit a pack.
+    """Reads the sizes of all samples and keeps those that fit a pack. Raises UserError: a sample does not fit under
+    ``oversize: raise`` (names the first), or has to be measured again and there is no `remeasure`.
 
     Args:
         config: its oversize policy, and names for messages.
         remeasure: for samples that do not fit and that the configuration cuts, splits or resizes.
-
-    Raises:
-        UserError: a sample does not fit under ``oversize: raise`` (names the first), or has to be measured again and
-            there is no `remeasure`.
     """
     sizes, dropped = _read_sizes(sources, limits, kind_of_config(config).cost(config))
     kept = np.ones(len(sources), dtype=bool)

@@ -37,10 +37,8 @@ class DamagedBytes(ValueError):
 
 
 def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
-    """Returns parts of a record, whose bytes follow each other; equal arguments make equal bytes.
-
-    `values` are anything that JSON can express, `arrays` of the types `DTYPES`.
-    """
+    """Returns parts of a record, whose bytes follow each other; equal arguments make equal bytes. `values` are anything
+    that JSON can express, `arrays` of the types `DTYPES`."""
     entries: list[tuple[str, str, list[int], int]] = []
     offset = 0
     for name, array in arrays.items():

@@ -55,10 +55,8 @@ def inside(root: Path, name: str) -> Path:
 
 
 class _RemotePieces:
-    """Reads pieces of files in object stores; ahead where pieces follow each other, as those of records do.
-
-    A store answers in milliseconds, whether it is asked for a record or for a thousand.
-    """
+    """Reads pieces of files in object stores; ahead where pieces follow each other, as those of records do. A store
+    answers in milliseconds, whether it is asked for a record or for a thousand."""
 
     def __init__(self) -> None:
         self._address = ""
@@ -362,10 +360,8 @@ def _looks(path: str, split: str) -> DataLooks:
 
 
 class IndexedMedia(FileStore[bytes]):
-    """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar.
-
-    A name that begins with a dot continues the key of the sample.
-    """
+    """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar. A name
+    that begins with a dot continues the key of the sample."""
 
     def __init__(self, index: ShardIndex, key: str) -> None:
         self._index, self._key = index, key
@@ -389,10 +385,8 @@ class IndexedMedia(FileStore[bytes]):
 
 
 class PositionedMedia(FileStore[bytes]):
-    """Reads media of one sample at positions that are known: name -> tar, offset, bytes.
-
-    `metadata` gives Energon's metadata of a name, for records that lack sizes.
-    """
+    """Reads media of one sample at positions that are known: name -> tar, offset, bytes. `metadata` gives Energon's
+    metadata of a name, for records that lack sizes."""
 
     def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
         self._files, self._positions, self._metadata = files, positions, metadata

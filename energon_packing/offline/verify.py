@@ -95,11 +95,8 @@ def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any)
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(WorkersConfig):
-    """What to verify.
-
-    `share` of the packs, chosen by `seed`, are made anew from the data sets and compared; at least one is, unless it is
-    0.
-    """
+    """What to verify. `share` of the packs, chosen by `seed`, are made anew from the data sets and compared; at least
+    one is, unless it is 0."""
 
     directory: Path
     share: float = 0.01
@@ -243,10 +240,8 @@ def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
 
 
 class ShardVerifier:
-    """Verifies shards of one directory: a `energon_packing.executors.work.Work`.
-
-    `chosen` are the packs that are made anew, ascending; if there are any, the encoder must still be that of the plan.
-    """
+    """Verifies shards of one directory: a `energon_packing.executors.work.Work`. `chosen` are the packs that are made
+    anew, ascending; if there are any, the encoder must still be that of the plan."""
 
     def __init__(self, packed: Packed, chosen: np.ndarray) -> None:
         self._packed, self._chosen, self._remade = packed, chosen, 0

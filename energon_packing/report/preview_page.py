@@ -162,11 +162,9 @@ def drawn_pack(
     most: int = 4000,
 ) -> dict[str, Any]:
     """Describes one pack for a page, whose samples have at most ``most`` characters of text; ``media`` gives the images
-    and videos of a segment by its key.
-
-    Returns plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are
-    ``[text, kind]`` or ``[number of the media]``, ``positions`` the first and last on each axis, and ``slices``
-    ``[rank, start, stop]`` in the row."""
+    and videos of a segment by its key. Returns plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real
+    tokens (see `KINDS`), ``pieces`` are ``[text, kind]`` or ``[number of the media]``, ``positions`` the first and last
+    on each axis, and ``slices`` ``[rank, start, stop]`` in the row."""
     batch = pack.batch
     view = describe(pack, family, seq_length=seq_length)
     tokens = batch.tokens[0].numpy()

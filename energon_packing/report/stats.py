@@ -99,15 +99,11 @@ def stats_report(
 
 
 def statistics(samples: StatsSamples) -> dict[str, Any]:
-    """Describes samples.
-
-    Returns:
-        Plain values. ``pairs``, ``unwanted``: of the measured samples, see `PairCounts`. ``quantities``: for each of
-        `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a ``histogram``; ``modalities`` and
-        ``datasets``: shares of samples and tokens; ``drops``: by reason; ``warnings``: about frequent ones. Where only
-        a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
-        95 % confidence interval; otherwise an error is 0.
-    """
+    """Describes samples. Returns plain values. ``pairs``, ``unwanted``: of the measured samples, see `PairCounts`.
+    ``quantities``: for each of `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a ``histogram``;
+    ``modalities`` and ``datasets``: shares of samples and tokens; ``drops``: by reason; ``warnings``: about frequent
+    ones. Where only a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the
+    width of its 95 % confidence interval; otherwise an error is 0."""
     values = {**samples.columns, "tokens": samples.tokens}
     if "targets" in values:
         values |= {"trained_share": values["targets"] / np.maximum(samples.tokens, 1)}
@@ -307,11 +303,9 @@ def recommendation(
     samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]], ranks: int = 1
 ) -> dict[str, Any]:
     """Settings that suit the samples better than those of the run, each with its reason, from the rows of `packings`,
-    of which the first is the run's own.
-
-    Rows are compared by the share of their tokens that are real and by the tokens that no row has; how much memory a
-    row needs is not known here. Rows that are fuller within their error are no reason.
-    """
+    of which the first is the run's own. Rows are compared by the share of their tokens that are real and by the tokens
+    that no row has; how much memory a row needs is not known here. Rows that are fuller within their error are no
+    reason."""
     rows = [row for row in found if (row["window"], row["multiple"]) == (run.packing.window, run.parallel.multiple)]
     rows = [row for row in rows if row["fill"] > 0]
     if not rows:
@@ -622,16 +616,10 @@ class _Dealt:
 
 
 def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples, data_parallel: int) -> dict[str, Any]:
-    """Deals a data set to the readers of a run, as the run does.
-
-    Returns:
-        Plain values: ``data_parallel``, ``workers``, and for each of ``datasets`` and for ``all`` of them ``share`` and
-        ``token_share`` of the mix, and the tokens that a reader has in an epoch: ``mean_tokens``, ``least_tokens`` and
-        ``most_tokens``. The last two are None unless all samples were measured.
-
-    Raises:
-        UserError: as `build_dataset` and `source_parts`.
-    """
+    """Deals a data set to the readers of a run, as the run does. Returns plain values: ``data_parallel``, ``workers``,
+    and for each of ``datasets`` and for ``all`` of them ``share`` and ``token_share`` of the mix, and the tokens that a
+    reader has in an epoch: ``mean_tokens``, ``least_tokens`` and ``most_tokens``. The last two are None unless all
+    samples were measured. Raises UserError: as `build_dataset` and `source_parts`."""
     from energon_packing.energon.loader import build_dataset
     from energon_packing.energon.reader_shares import dealt_shares
     from energon_packing.offline.source import source_parts

@@ -174,9 +174,7 @@ def _checked(container: Any, name: str) -> Any:
 
 def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
     """Returns the ``config.json`` of a model in a folder (None takes `SHIPPED`); None if the folder does not have it.
-
-    ``Qwen/Qwen3-VL-8B-Instruct`` is there as ``Qwen3-VL-8B-Instruct/config.json``.
-    """
+    ``Qwen/Qwen3-VL-8B-Instruct`` is there as ``Qwen3-VL-8B-Instruct/config.json``."""
     name = hub_name.rstrip("/").rpartition("/")[2]
     file = (folder or SHIPPED) / name / "config.json"
     return file if name not in ("", ".", "..") and file.is_file() else None
@@ -370,12 +368,9 @@ def _in_sources(names: frozenset[str]) -> frozenset[str]:
 
 
 def finalised(model: Any) -> Any:
-    """Returns a copy of a model provider after its own ``finalize()``.
-
-    ``validate()`` finalises the model after the data set, and providers change settings there: Qwen3-VL's with experts
-    turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and Qwen3.5-VL
-    compute the loss per token at CP > 1.
-    """
+    """Returns a copy of a model provider after its own ``finalize()``. ``validate()`` finalises the model after the
+    data set, and providers change settings there: Qwen3-VL's with experts turns sequence parallelism on at TP > 1,
+    every GPT's turns it off at TP 1, and those of Qwen3-VL and Qwen3.5-VL compute the loss per token at CP > 1."""
     if not hasattr(model, "finalize"):
         return model
     try:

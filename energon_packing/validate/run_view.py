@@ -62,9 +62,7 @@ def place_of(field: dataclasses.Field[Any], kind: Literal["bridge", "ours", "arg
 
 def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
     """Returns the fields of the view that a run states in the places that `RunView` declares for this kind of source.
-
-    Paths begin with attributes of ``source``.
-    """
+    Paths begin with attributes of ``source``."""
     fields = {}
     for entry in dataclasses.fields(RunView):
         path = place_of(entry, kind)
@@ -78,10 +76,8 @@ def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
     """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs if rows are packed).
-
     Fields have Bridge's names if Bridge has them. None means that the source does not state the value; a rule that
-    needs it then does not apply.
-    """
+    needs it then does not apply."""
 
     dataset_kind: DatasetKind = "packed_energon"
     source: Literal["bridge", "ours", "argument"] = "ours"
@@ -345,11 +341,10 @@ class RunView:
 
     @property
     def as_wide_as_its_samples(self) -> bool:
-        """Whether a collator joins the samples of a micro-batch into a row without a fixed width.
-
-        Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
-        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the setting.
-        """
+        """Whether a collator joins the samples of a micro-batch into a row without a fixed width. Bridge's
+        ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
+        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the
+        setting."""
         elsewhere = self.enable_offline_packing or self.defer_in_batch_packing_to_step
         own_packer = self.dataset_kind != "packed_energon" and self.family.startswith("nemotronomni")
         return self.enable_in_batch_packing and not elsewhere and not own_packer
@@ -386,19 +381,15 @@ class RunView:
 
     @property
     def bridge_release(self) -> tuple[int, int]:
-        """First two numbers of the installed Bridge's version; without one 0.6, whose rules are stricter.
-
-        A pre-release counts as the release: the development branch calls itself 0.7.0.
-        """
+        """First two numbers of the installed Bridge's version; without one 0.6, whose rules are stricter. A pre-release
+        counts as the release: the development branch calls itself 0.7.0."""
         numbers = re.match(r"(\d+)\.(\d+)", self.bridge_version or "")
         return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 
     @property
     def goes_through_gpt_step(self) -> bool:
-        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because it is a text model.
-
-        Without a name, and with our step, the model decides (`energon_packing.bridge.step`).
-        """
+        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because it is a text model. Without a
+        name, and with our step, the model decides (`energon_packing.bridge.step`)."""
         if self.step is not None and "energon_packing.bridge.step" not in self.step:
             return self.step.endswith("gpt_step")
         return not self.sees_or_hears
@@ -463,10 +454,8 @@ class RunView:
     @property
     def model_forces_sequence_parallel(self) -> bool:
         """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever the setting.
-
         ``Qwen3VLMoEModelProvider.finalize`` of ``megatron/bridge/models/qwen_vl/qwen3_vl_provider.py``, 0.6.2 and 0.7.
-        A published name states the active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
-        """
+        A published name states the active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B."""
         return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
 
 
@@ -496,10 +485,8 @@ _SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Returns the version of a distribution that Python would import, without importing it; None if it is absent.
-
-    A checkout of Megatron that precedes the installed distribution on the path counts, because it is what runs.
-    """
+    """Returns the version of a distribution that Python would import, without importing it; None if it is absent. A
+    checkout of Megatron that precedes the installed distribution on the path counts, because it is what runs."""
     packages = (Path(folder) / "megatron" / _SOURCES[distribution] for folder in sys.path if distribution in _SOURCES)
     package = next((package for package in packages if (package / "__init__.py").is_file()), None)
     if package is not None and (file := package / "package_info.py").is_file():

@@ -121,9 +121,7 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
 
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``, changing it; ends with ``validate()``.
-
-    Without Transformer Engine, which Megatron-Core already looks for here, what needs it is turned off first.
-    """
+    Without Transformer Engine, which Megatron-Core already looks for here, what needs it is turned off first."""
     from unittest import mock
 
     from megatron.bridge.training.config import runtime_config_update

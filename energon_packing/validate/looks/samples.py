@@ -217,10 +217,8 @@ def _error(at: str, why: str, fix: str, samples: int = 0, refused: Sequence[Refu
 
 
 def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:
-    """Conversations from all over one data set of so many, each a measured sample or one with a problem.
-
-    Opens a metadataset of that directory alone, so that a small data set of a blend is not left to chance.
-    """
+    """Conversations from all over one data set of so many, each a measured sample or one with a problem. Opens a
+    metadataset of that directory alone, so that a small data set of a blend is not left to chance."""
     from megatron.energon import get_loader
 
     from energon_packing.energon.loader import build_dataset

@@ -156,10 +156,8 @@ _REGISTRY: Registry[Rule] = Registry(
 
 @cache
 def all_rules() -> tuple[Rule, ...]:
-    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'.
-
-    Not to be called while modules are imported: a rule's own may be the first of them, and would be found empty.
-    """
+    """Returns Bridge's rules in the order in which it tests them, then Megatron-Core's and ours, then others'. Not to
+    be called while modules are imported: a rule's own may be the first of them, and would be found empty."""
     return tuple(sorted(_REGISTRY, key=lambda rule: rule.order))
 
 

@@ -49,14 +49,12 @@ from energon_packing.drops import RECENT, WISHED, DroppedSample, Shares, unwishe
 from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines
 
-LONGEST_DETAIL = 2000
-"""Characters of an entry's detail; an error may quote a whole sample."""
+LONGEST_DETAIL = 2000  # characters of an entry's detail; an error may quote a whole sample
 QUARANTINE = "quarantine"
 """The folder in a ledger's with samples that hung or crashed their decoder, in a file per worker that found one: later
 runs skip them at once. A sample returns when it is released (`release`), or all of them without the folder; without a
 ledger's directory, they are remembered in their process only."""
-_CLAIMED = mmap.mmap(-1, 1 << 16)
-"""Warnings that a worker of this process has given, by a hash of run and name."""
+_CLAIMED = mmap.mmap(-1, 1 << 16)  # warnings that a worker of this process has given, by a hash of run and name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

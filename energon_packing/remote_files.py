@@ -21,8 +21,7 @@ from typing import Any
 
 from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
-PIECE_BYTES = 8 << 20
-"""Read at once."""
+PIECE_BYTES = 8 << 20  # read at once
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
 _USER = re.compile(r"://[^/?#\s]*@")

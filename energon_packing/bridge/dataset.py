@@ -40,8 +40,7 @@ from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
 from energon_packing.validate.recipes import view_of
 from energon_packing.validate.rules.rule import violations
 
-PAD_TO_MULTIPLE_OF = 128
-"""Bridge's default multiple for the width of single-sample rows."""
+PAD_TO_MULTIPLE_OF = 128  # Bridge's default multiple for the width of single-sample rows
 PAD_TOKEN = 0
 """Bridge's in-batch packer and padding use this token whatever the tokenizer's pad token is; every vocabulary has
 it."""

@@ -213,14 +213,11 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     return from_mapping(config, {**values, **others}, where=where)
 
 
-FILE = "train_dataloader_dprank{:03d}.pt"
-"""As Bridge's checkpoints name the state of a rank."""
+FILE = "train_dataloader_dprank{:03d}.pt"  # as Bridge's checkpoints name the state of a rank
 STATES = "step_"
 """Start of the name of a step's folder of states; that of Bridge, and of older checkpoints, is ``iter_``."""
-MISSING_STATE = "missing_state"
-"""Of ``data.accept_changed``: a run that continues may begin its data anew."""
-_FRAMES = 60
-"""Calls between Bridge's ``setup`` and a data set, at most."""
+MISSING_STATE = "missing_state"  # of ``data.accept_changed``: a run that continues may begin its data anew
+_FRAMES = 60  # calls between Bridge's ``setup`` and a data set, at most
 
 
 def container_under_validation() -> ConfigContainer | None:
@@ -304,8 +301,7 @@ class PackProvider(DatasetProvider):
     path: str = ""
     """Data set that ``energon-packing convert`` wrote, another prepared Energon data set, or a plan that
     ``energon-packing plan`` made (docs/offline.md)."""
-    micro_batch_size: int = 1
-    """Rows per micro-batch: 1 for packed data, as in Bridge."""
+    micro_batch_size: int = 1  # rows per micro-batch: 1 for packed data, as in Bridge
     dataloader_type: Literal["external"] | None = "external"
     """Bridge passes the iterator through, and saves and restores its state."""
 
@@ -313,21 +309,18 @@ class PackProvider(DatasetProvider):
     """Data set or plan of the validation; empty takes ``path``, which a plan of the training split cannot be."""
     validation_split: str = "val"
     do_validation: bool = True
-    num_val_workers: int | None = None
-    """Loader processes for validation; None takes ``num_workers``."""
+    num_val_workers: int | None = None  # loader processes for validation; None takes ``num_workers``
 
     readers: Literal["one", "every"] = "one"
     """``one``: one rank of a replica (its tensor-, context- and pipeline-parallel ranks) reads, decodes and passes its
     packs on. ``every``: each rank reads for itself, which saves the transfer and costs decoding on every rank; the
     packs are compared between ranks, and the first difference stops the run."""
-    compare_every: int = 1
-    """With ``readers="every"``: interval of the comparison, in packs."""
+    compare_every: int = 1  # with ``readers="every"``: interval of the comparison, in packs
 
     metrics: Any = field(default_factory=MetricsSection)
     """What the run writes about its packs. The fields of `energon_packing.config.run.MetricsConfig`."""
 
-    _run = None
-    """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""
+    _run = None  # the ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting
 
     _evaluation_groups = None
     """Process groups of an evaluation with another layout, see `evaluate_on`; not a setting either."""

@@ -51,8 +51,7 @@ def together(*options: Decorator) -> Decorator:
     return lambda function: reduce(lambda decorated, option: option(decorated), reversed(options), function)
 
 
-defaulted = partial(click.option, show_default=True)
-"""A `click.option` whose help tells its default."""
+defaulted = partial(click.option, show_default=True)  # a `click.option` whose help tells its default
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 trust_option = click.option(
     "--trust",

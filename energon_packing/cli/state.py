@@ -17,8 +17,7 @@ Examples:
   energon-packing state convert 0.pt 1.pt --index index --config run.yaml --out rest.parquet --json
 """
 
-STATE_FILE = "train_dataloader_dprank000.pt"
-"""Of a Bridge checkpoint; ranks that are new take the first rank's state."""
+STATE_FILE = "train_dataloader_dprank000.pt"  # of a Bridge checkpoint; ranks that are new take the first rank's state
 
 
 @click.group(epilog=_EXAMPLES)

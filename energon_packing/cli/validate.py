@@ -21,8 +21,7 @@ from energon_packing.validate.run_view import RunView
 from energon_packing.validate.verdict import BridgeVerdict
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "not looked at": "yellow", "note": "cyan"}
-_SHOWN = 3
-"""Refused samples of a look that the table lists; JSON lists all."""
+_SHOWN = 3  # refused samples of a look that the table lists; JSON lists all
 
 _EXAMPLES = """
 Examples:
@@ -242,8 +241,7 @@ _SIZES = (
     *("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"),
     *("sequence_parallel", "eval_context_parallel", "data_parallel"),
 )
-FILL = 0.99
-"""Share of a row that online packing fills, where the data set was not measured."""
+FILL = 0.99  # share of a row that online packing fills, where the data set was not measured
 
 
 def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:

@@ -38,8 +38,7 @@ from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
 REASON = "unreadable_shard"
-_MARK = b"\0unreadable shard: "
-"""No JSON begins so."""
+_MARK = b"\0unreadable shard: "  # no JSON begins so
 
 
 def guard_shards(dataset: Any, *, go_on: bool) -> None:

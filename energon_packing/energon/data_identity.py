@@ -25,10 +25,8 @@ from energon_packing.errors import is_machines
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
-_OPENERS = 32
-"""Threads that open shards, most of whose time is a wait for the storage."""
-_AT_ONCE = 100
-"""Shards that one of them opens in a row."""
+_OPENERS = 32  # threads that open shards, most of whose time is a wait for the storage
+_AT_ONCE = 100  # shards that one of them opens in a row
 _TOLD: ContextVar[Mapping[str, str] | None] = ContextVar("told", default=None)
 _CONFIGS = (".yaml", ".yml", ".json")
 _LINES = ".jsonl"

@@ -298,8 +298,7 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 STATE_FORMAT = "energon_packing loader 3"
-LATE_SECONDS = 300.0
-"""How long a rank that has not begun to tell what it drops counts as one that reads as much."""
+LATE_SECONDS = 300.0  # how long a rank that has not begun to tell what it drops counts as one that reads as much
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."

@@ -419,8 +419,7 @@ def watched(
     ).watch(packs)
 
 
-PATIENCE = 10.0
-"""Seconds that the end of a run waits for a slow file system."""
+PATIENCE = 10.0  # seconds that the end of a run waits for a slow file system
 
 
 class MetricsLog:

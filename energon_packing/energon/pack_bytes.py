@@ -15,8 +15,7 @@ import torch
 
 from energon_packing.thd.batch import PackedBatch
 
-LARGE = 1 << 20
-"""Bytes from which a tensor is sent apart, where that is possible."""
+LARGE = 1 << 20  # bytes from which a tensor is sent apart, where that is possible
 
 
 class _Writer(pickle.Pickler):

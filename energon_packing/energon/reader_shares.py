@@ -47,22 +47,16 @@ from energon_packing.energon.internals import (
 from energon_packing.errors import UserError, is_machines, read_again
 from energon_packing.packing.online import LEAST
 
-LONGEST = 128
-"""Samples of a chunk at most: reading is in order within a chunk, and a tar is opened for each."""
+LONGEST = 128  # samples of a chunk at most: reading is in order within a chunk, and a tar is opened for each
 CHUNKS = 256
 """Chunks per reader at least, where there are as many samples: a hundredth of its share is then two or three."""
-MOST_CHUNKS = 4096
-"""Chunks per reader at most; those of an epoch that are not read yet are part of every state."""
-ROWS = 8
-"""Chunks per reader in a block. More would balance known sizes better, and unknown ones worse."""
-MOST_SIZED = 1 << 23
-"""Samples whose sizes are read at most; the mean of so many needs no help."""
+MOST_CHUNKS = 4096  # chunks per reader at most; those of an epoch that are not read yet are part of every state
+ROWS = 8  # chunks per reader in a block. More would balance known sizes better, and unknown ones worse
+MOST_SIZED = 1 << 23  # samples whose sizes are read at most; the mean of so many needs no help
 MOST_OPENED = 2048
 """Shards whose index is opened for the sizes at most; on each reader this takes 20 microseconds for a local one."""
-MOST_READ = 1 << 28
-"""Bytes of shards that are read for the sizes at most, which takes each reader a second or two."""
-TOKEN_BYTES = 4
-"""Text of a record for one token, about."""
+MOST_READ = 1 << 28  # bytes of shards that are read for the sizes at most, which takes each reader a second or two
+TOKEN_BYTES = 4  # text of a record for one token, about
 MediaTokens = Callable[[Sequence[Media]], int]
 _MEDIUM_STARTS = b'{"kind": "'
 _MEDIUM = re.compile(rb'(\{"kind": "(?:image|video)", )"name": "(?:[^"\\]|\\.)*", ([^{}]*\})')

@@ -135,8 +135,7 @@ def read_media(store: FileStore | None, name: str) -> bytes:
     return bytes(data)
 
 
-LOST = "is empty or gone, or may not be listed"
-"""What a message says of a `lost_folder`."""
+LOST = "is empty or gone, or may not be listed"  # what a message says of a `lost_folder`
 
 
 def lost_folder(root: str, file: str = "") -> str:

@@ -66,8 +66,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 }
 """Entries that differ because another one does; who accepts that one accepts these."""
 
-READERS = ("ranks", "workers")
-"""Entries that nobody can accept as changed: Energon's states hold one part per reader."""
+READERS = ("ranks", "workers")  # entries that nobody can accept as changed: Energon's states hold one part per reader
 
 _NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
 _NEWER |= before(EncoderConfig) | {

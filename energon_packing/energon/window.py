@@ -44,10 +44,8 @@ from energon_packing.energon.states import check_fingerprint
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError, some_of
 from energon_packing.ledger import Ledger
 
-SHOWN_KEYS = 8
-"""Number of keys that an error names; the rest are only counted."""
-_END = -1
-"""In place of the number of a pack, in the restore key of the end of an epoch."""
+SHOWN_KEYS = 8  # number of keys that an error names; the rest are only counted
+_END = -1  # in place of the number of a pack, in the restore key of the end of an epoch
 
 
 def render_or_drop(packer: Any, sample: MeasuredSample, ledger: Ledger) -> RenderedSample | None:

@@ -10,10 +10,8 @@ from typing import Any, Final, Protocol
 from energon_packing.errors import UserError, refuse
 from energon_packing.registry import Registry
 
-_MOST_WORKERS = 64
-"""On a machine of fewer than 16 processors; else 4 for each."""
-MOST_DEATHS = 2
-"""A task is given up when this many workers died at it."""
+_MOST_WORKERS = 64  # on a machine of fewer than 16 processors; else 4 for each
+MOST_DEATHS = 2  # a task is given up when this many workers died at it
 
 NOT_YET: Final[Any] = object()
 """In an iterable of tasks: there is none now, but there may be one after the next result, which is to come."""

@@ -64,8 +64,7 @@ def _occurrences(plan: Plan, pack: PlannedPack, key: str) -> list[dict[str, Any]
     ]
 
 
-SHOWN = 10
-"""Samples of each kind that are named."""
+SHOWN = 10  # samples of each kind that are named
 
 
 def changes(before: Plan, after: Plan) -> dict[str, Any]:

@@ -19,10 +19,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from energon_packing.errors import UserError, read_again
 from energon_packing.line_file import lock
 
-MOST_BYTES = 1 << 30
-"""Of a JSON file that is read."""
-METADATA = b"energon_packing"
-"""Key of our metadata in the schema of a file; the value is JSON."""
+MOST_BYTES = 1 << 30  # of a JSON file that is read
+METADATA = b"energon_packing"  # key of our metadata in the schema of a file; the value is JSON
 
 try:
     import pyarrow as pa
@@ -143,8 +141,7 @@ def read_metadata(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-MOST = 1 << 62
-"""Of any number in a JSON file."""
+MOST = 1 << 62  # of any number in a JSON file
 Count = Annotated[int, lambda value: 0 <= value <= MOST]
 Amount = Annotated[float, lambda value: 0 <= value <= MOST]
 Name = Annotated[str, lambda name: "\0" not in name and not re.search("[\ud800-\udfff]", name)]

@@ -43,11 +43,9 @@ from energon_packing.packing.model_cost import SQUARES
 from energon_packing.remote_files import check_local, present, remote_address
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_subflavors
 
-FORMAT = 2
-"""2 counts turns, images, videos, frames and pixels too."""
+FORMAT = 2  # 2 counts turns, images, videos, frames and pixels too
 MODALITIES = ("text", "image", "video", "image and video")
-DEFAULT_KIND = "conversations"
-"""Of data sets that `convert` marked as none."""
+DEFAULT_KIND = "conversations"  # of data sets that `convert` marked as none
 MEDIA = pa.list_(
     pa.struct(
         [
@@ -88,8 +86,7 @@ COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills"
 SHAPE = ("height", "width")
 """Columns of families that pad images (those of `MOST_PATCHES`); see `shape_of`. Indexes of before lack them, and
 `SQUARES`, which conversations have."""
-SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
-"""The fields of `IndexedShard` that are counts."""
+SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")  # the fields of `IndexedShard` that are counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,8 +49,7 @@ from energon_packing.packing.model_cost import SQUARES
 from energon_packing.remote_files import check_local, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
-Record = tuple[str, int | None, int | None]
-"""Key of a sample, and offset and bytes of its record in the tar."""
+Record = tuple[str, int | None, int | None]  # key of a sample, and offset and bytes of its record in the tar
 _ROWS = 8192
 _TOGETHER, _TOGETHER_BYTES = 64, 1 << 20
 """Samples whose texts are tokenized together, and bytes of their records: each table of the tokenizer is then read once

@@ -26,18 +26,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-BLOCK = 48
-"""Groups of a block; a longer one makes steps a little more even and their order less."""
-CELLS = 256
-"""More are more even, too, and packs then meet the same ones in every epoch."""
-RUN = 32
-"""Steps in a row whose mean cost is near that of the whole."""
-SHARE = 0.05
-"""How near."""
-LITTLE = 0.05
-"""The share of both costs below which one counts for no more than it is."""
-DRAWS = 256
-"""Orders of a block that are drawn at a time."""
+BLOCK = 48  # groups of a block; a longer one makes steps a little more even and their order less
+CELLS = 256  # more are more even, too, and packs then meet the same ones in every epoch
+RUN = 32  # steps in a row whose mean cost is near that of the whole
+SHARE = 0.05  # how near
+LITTLE = 0.05  # the share of both costs below which one counts for no more than it is
+DRAWS = 256  # orders of a block that are drawn at a time
 TIMES, HOPELESS = 16, 1.25
 """How often, before one is built step by step; and how far outside the bounds the best of those drawn may be for more
 draws. Building is needed only where groups vary in cost by about a third."""

@@ -29,14 +29,10 @@ from energon_packing.registry import Registry
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import KINDS
 
-SHARD_PACKS = 1000
-"""Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
-AT_ONCE = 64
-"""Packs whose rows of the plan are read together."""
-SHARD_BYTES = 1 << 30
-"""Expected bytes of a shard at most, unless a single pack has more."""
-TOKEN_BYTES = 5
-"""Of a text token, with its share of the header; those of media need up to 12 more for their positions."""
+SHARD_PACKS = 1000  # packs of a shard at most, by default: of 32,768 text tokens, some 140 MB
+AT_ONCE = 64  # packs whose rows of the plan are read together
+SHARD_BYTES = 1 << 30  # expected bytes of a shard at most, unless a single pack has more
+TOKEN_BYTES = 5  # of a text token, with its share of the header; those of media need up to 12 more for their positions
 PIXEL_BYTES = 3072
 """Of a token of a sample with media: most such tokens are visual, and stand for 4 patches of 3 x 16 x 16 bytes."""
 

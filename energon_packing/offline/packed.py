@@ -132,8 +132,7 @@ def media_path(directory: Path, number: int) -> Path:
     return directory / f"media-{number:05}.bin"
 
 
-MOST_SHARDS = 64
-"""Open shards of one process."""
+MOST_SHARDS = 64  # open shards of one process
 
 
 class StoredPacks[Record](PositionedPacks):

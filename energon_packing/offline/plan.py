@@ -43,8 +43,7 @@ ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
 thousands of readers reads a group for every pack, and all of them the list of groups."""
 ROUNDING = 1e-9
 """Of ``per_epoch`` in the summary, which has 12 digits, and of what is planned, see `energon_packing.offline.blend`."""
-CACHED = 2
-"""Row groups that an open plan keeps: a range of packs seldom touches more."""
+CACHED = 2  # row groups that an open plan keeps: a range of packs seldom touches more
 SCHEMA = pa.schema(
     [
         pa.field("pack", pa.int64()),  # global position
@@ -63,8 +62,7 @@ SCHEMA = pa.schema(
     ]
 )
 """Columns of a plan of conversations; see `schema_of`."""
-COSTS = ("cost", "vision_cost")
-"""Those that plans of before lack."""
+COSTS = ("cost", "vision_cost")  # those that plans of before lack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

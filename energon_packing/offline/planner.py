@@ -173,8 +173,7 @@ def _packed_epoch(
     return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
 
 
-ALL = 1 << 30
-"""No sample is divided into so many pieces."""
+ALL = 1 << 30  # no sample is divided into so many pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,8 +315,7 @@ _CONTENT = pa.schema(
     {"key": pa.large_string(), "offset": pa.int64(), "size": pa.int32(), "media": pa.large_list(_FILE)}
 )
 """What a row of the plan has from its source, with offsets of 64 bits, which take longer."""
-LARGEST_NARROW = 1 << 30
-"""Bytes up to which offsets of 32 bits, which end at 2 GiB of names, are kept."""
+LARGEST_NARROW = 1 << 30  # bytes up to which offsets of 32 bits, which end at 2 GiB of names, are kept
 
 
 def make_plan(

@@ -21,8 +21,7 @@ from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import SQUARES, ModelCost
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
-AnyLimits = Any
-"""`PackLimits`, or the limits of another kind of sample with the same properties and methods."""
+AnyLimits = Any  # `PackLimits`, or the limits of another kind of sample with the same properties and methods
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,8 +198,7 @@ for the whole, -> its sizes, or reason and detail if it is dropped."""
 RowsOfShard = tuple[IndexedDataset, IndexedShard, list[int]]
 Remeasure = Callable[[Sequence[RowsOfShard]], Sequence[Sequence[Remeasured]]]
 """Measures rows of some shards again, under the limits of the run; for each shard, one result per row."""
-_Kept = tuple[int, int, Size]
-"""Source, number and sizes of a piece that is packed."""
+_Kept = tuple[int, int, Size]  # source, number and sizes of a piece that is packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

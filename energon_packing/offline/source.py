@@ -37,12 +37,10 @@ from energon_packing.remote_files import (
 from energon_packing.sample_kind import KINDS, kind_of_subflavors
 from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
-MOST_OPEN = 128
-"""Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
+MOST_OPEN = 128  # open tars of one process. Opening one costs some microseconds, so a small number does no harm
 MOST_EXPECTED, MOST_BYTES = 4096, 1 << 28
 """Files, and their bytes, that the kernel is told to read before they are asked for."""
-_NEAR = 1 << 16
-"""Bytes between two pieces that count as following each other."""
+_NEAR = 1 << 16  # bytes between two pieces that count as following each other
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -135,8 +133,7 @@ class TarFiles:
         return self._open[path]
 
 
-RECORD_PART = "json"
-"""Part of a sample that holds its record."""
+RECORD_PART = "json"  # part of a sample that holds its record
 # As Energon divides a member's name into the sample's key and the part: at the first dot of the last component.
 _KEY_AND_PART = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _RECORDS = f"""

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 ELISION = "\u2026"
-SHORTEST = 40
-"""Characters that a piece keeps at least; with more pieces than fit, those in the middle are left out."""
+SHORTEST = 40  # characters that a piece keeps at least; with more pieces than fit, those in the middle are left out
 _ACTING = (range(0x80, 0xA0), range(0xD800, 0xE000), range(0x202A, 0x202F), range(0x2066, 0x206A), (0x2028, 0x2029))
 _SIGNS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},

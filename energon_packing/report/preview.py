@@ -29,8 +29,7 @@ from energon_packing.offline.plan import Plan
 from energon_packing.report.sample_story import source_key
 from energon_packing.thd.batch import PackedBatch
 
-Tell = Callable[[str], None]
-"""Called with each sentence about frequent drops."""
+Tell = Callable[[str], None]  # called with each sentence about frequent drops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,16 +45,11 @@ from energon_packing.thd.context_parallel import context_parallel_indices_numpy
 ASSETS = Path(__file__).parent / "assets"
 KINDS = ("text", "trained", "image", "video")
 """What a token of a sample is; the number of a run's kind is its place here."""
-SIDE = 112
-"""Longer side of a picture, in pixels."""
-FRAMES = 4
-"""Frames of a video that are shown, evenly spaced over those that the model sees."""
-PICTURES = 3 * 2**20
-"""Bytes of all pictures of a page; when they are used up, media are named but not shown."""
-TEXT = 2 * 2**20
-"""Characters of text on a page; samples share them."""
-LONGEST, SHORTEST = 20_000, 80
-"""Characters of a sample, at most and at least."""
+SIDE = 112  # longer side of a picture, in pixels
+FRAMES = 4  # frames of a video that are shown, evenly spaced over those that the model sees
+PICTURES = 3 * 2**20  # bytes of all pictures of a page; when they are used up, media are named but not shown
+TEXT = 2 * 2**20  # characters of text on a page; samples share them
+LONGEST, SHORTEST = 20_000, 80  # characters of a sample, at most and at least
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

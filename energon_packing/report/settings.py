@@ -139,8 +139,7 @@ def _mapping_value(hint: Any) -> Any:
 SECTIONS = ("data", "encoder", "packing", "parallel", "training", "metrics")
 """Sections of a file for online packing, in order; ``plan`` is added for `energon-packing plan`."""
 WIDTH = 110
-SHORT = 70
-"""Characters of a comment that stands beside its setting."""
+SHORT = 70  # characters of a comment that stands beside its setting
 
 
 def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:

@@ -26,10 +26,8 @@ from energon_packing.report.stats_samples import StatsSamples
 from energon_packing.sample_kind import kind_of_config
 from energon_packing.thd.alignment import check_multiple
 
-Z = 1.959964
-"""Half the width of a 95 % interval, in standard errors."""
-FEW = 30
-"""Counts below it say little about how many more there are."""
+Z = 1.959964  # half the width of a 95 % interval, in standard errors
+FEW = 30  # counts below it say little about how many more there are
 SHARE_BINS = 10
 QUANTITIES: Mapping[str, tuple[str, str]] = {
     "tokens": ("Tokens", "tokens per sample"),
@@ -42,27 +40,19 @@ QUANTITIES: Mapping[str, tuple[str, str]] = {
     "patches": ("Patches", "rows of vision input per sample"),
 }
 """What is counted in a sample: its title and its unit."""
-STREAM = 2000
-"""Samples that a replicate draws at most."""
+STREAM = 2000  # samples that a replicate draws at most
 REPLICATES = 24
-SETTLED = 8
-"""So many windows of samples pass before what a window chooses from is what it will be."""
-SHOWN = 1e-4
-"""The last digit that is shown of a share."""
+SETTLED = 8  # so many windows of samples pass before what a window chooses from is what it will be
+SHOWN = 1e-4  # the last digit that is shown of a share
 PLANNED = 1_000_000
 """Samples that are packed at once at most, as a plan does, which takes a microsecond or less for each."""
 LONGEST_ROW = 1 << 20
-NEGLIGIBLE_FILL = 0.002
-"""A window that fills rows by no more than this less than the best is good enough."""
-NEGLIGIBLE_LOSS = 0.005
-"""Share of tokens that recommended rows may lose."""
-PADDED = 4
-"""Samples of a padded micro-batch, with which packed rows are compared."""
-HELPS = 1.05
-"""Packing helps where its rows are that many times as full."""
+NEGLIGIBLE_FILL = 0.002  # a window that fills rows by no more than this less than the best is good enough
+NEGLIGIBLE_LOSS = 0.005  # share of tokens that recommended rows may lose
+PADDED = 4  # samples of a padded micro-batch, with which packed rows are compared
+HELPS = 1.05  # packing helps where its rows are that many times as full
 BALANCE_WINDOW = 64
-BLOCKS = 20
-"""Of so many packs, steps of ranks are simulated."""
+BLOCKS = 20  # of so many packs, steps of ranks are simulated
 WINDOWS = (64, 256, 1024)
 
 

@@ -227,8 +227,7 @@ class ArgumentsRun(RunSource):
 
     kind: str = "Megatron-LM arguments"
     words: list[str]
-    step: str | None = None
-    """The forward step of the run, which no argument names."""
+    step: str | None = None  # the forward step of the run, which no argument names
 
     def view(self) -> RunView:
         config = self.reads().config

@@ -29,8 +29,7 @@ COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "moc
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
-BOTH_WAYS = ("gemma3vl",)
-"""Starts of families whose tokens of an image see each other, see `VisionFamily.causal`."""
+BOTH_WAYS = ("gemma3vl",)  # starts of families whose tokens of an image see each other, see `VisionFamily.causal`
 
 OLD_NAMES = {
     "packed_sequence_specs": "offline_packing_specs, with enable_offline_packing=True",
@@ -80,12 +79,10 @@ class RunView:
     needs it then does not apply."""
 
     dataset_kind: DatasetKind = "packed_energon"
-    source: Literal["bridge", "ours", "argument"] = "ours"
-    """What states the run; findings name its keys."""
+    source: Literal["bridge", "ours", "argument"] = "ours"  # what states the run; findings name its keys
     unknown_settings: tuple[tuple[str, str], ...] = ()
     """Attributes of a ``ConfigContainer`` that nothing reads, each with its new name, a near one, or nothing."""
-    step: str | None = at(None, ours="training.")
-    """Forward step by function or module name."""
+    step: str | None = at(None, ours="training.")  # forward step by function or module name
 
     # How GPUs share the model and its rows.
     tensor_parallel: int = at(1, bridge="model.tensor_model_parallel_size", ours="parallel.", argument=True)
@@ -122,8 +119,7 @@ class RunView:
     model_seq_length: int = at(4096, bridge="model.seq_length", ours="training.", argument=True)
     packed_sequence_size: int | None = at(None, bridge="dataset.offline_packing_specs.")
     pad_cu_seqlens: bool = at(False, bridge="dataset.offline_packing_specs.", ours="packing.")
-    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")
-    """Of our rows, see `pads_between`."""
+    padding: str = at("auto", bridge="dataset.packing.", ours="packing.")  # of our rows, see `pads_between`
     pad_to_max_length: bool = at(False, ours="packing.")
     pad_seq_to_multiple: int | None = at(None, bridge="dataset.offline_packing_specs.pad_seq_to_mult")
     """Multiple to which packs that Bridge prepares offline pad each sample."""
@@ -162,16 +158,13 @@ class RunView:
     vision_cuda_graph_impl: str = at("none", bridge="model.")
 
     # The model, and the kernels that compute it.
-    model: str | None = at(None, ours="training.")
-    """Model family, as `family` normalises it."""
+    model: str | None = at(None, ours="training.")  # model family, as `family` normalises it
     is_gpt: bool = True
     """Whether the model is one of Megatron-Core's GPTs, alone or below an encoder, as far as its class tells."""
-    noncausal: bool = False
-    """Whether tokens attend to later ones."""
+    noncausal: bool = False  # whether tokens attend to later ones
     num_layers: int | None = at(None, bridge="model.", argument=True)
     head_dim: int | None = None
-    value_dim: int | None = None
-    """Channels of a head's values where they are not those of its keys (MLA)."""
+    value_dim: int | None = None  # channels of a head's values where they are not those of its keys (MLA)
     num_attention_heads: int | None = at(None, bridge="model.")
     num_query_groups: int | None = at(None, bridge="model.")
     window_size: tuple[int, ...] | int | None = at(None, bridge="model.")
@@ -181,12 +174,9 @@ class RunView:
     attention_backend: str | None = at(None, bridge="model.attention_backend.name", argument="--attention-backend")
     attention_backend_set: object = at(None, bridge="model.attention_backend")
     """As it is set: Megatron-Core ignores a text, because it compares with members of an enumeration."""
-    kernel_variables: tuple[tuple[str, str], ...] = ()
-    """Those of this environment that are not 1, with their values."""
-    machine: Machine | None = None
-    """The GPUs that kernels are judged for."""
-    fp8_recipe: str | None = None
-    """None if the model computes without fp8."""
+    kernel_variables: tuple[tuple[str, str], ...] = ()  # those of this environment that are not 1, with their values
+    machine: Machine | None = None  # the GPUs that kernels are judged for
+    fp8_recipe: str | None = None  # None if the model computes without fp8
     fp8_dot_product_attention: bool = at(False, bridge="model.")
     tp_comm_overlap: bool = at(False, argument="--tp-comm-overlap")
     recompute_granularity: str | None = at(None, bridge="model.", argument=True)
@@ -194,12 +184,10 @@ class RunView:
     recompute_num_layers: int | None = at(None, bridge="model.", argument=True)
     dummy_image: bool = at(False, bridge="dataset.packing.", ours="packing.")
     """Whether every pack of ours shows the model an image."""
-    vision_frozen: bool = False
-    """Whether all encoders of images and sounds, and their projections, are frozen."""
+    vision_frozen: bool = False  # whether all encoders of images and sounds, and their projections, are frozen
     deepstack_layers: tuple[int, ...] = at((), bridge="model.vision_config.deepstack_visual_indexes")
     """Layers of the vision encoder, from 0, whose features go into the language model."""
-    memory: Memory | None = None
-    """On the fullest GPU."""
+    memory: Memory | None = None  # on the fullest GPU
     gpu_memory: int = 80 * GB
     """Bytes of one GPU. Cards of 80 GB have some 85, which leaves room for what `Memory` does not count."""
     has_weights: bool | None = None
@@ -223,8 +211,7 @@ class RunView:
     overlap_moe_expert_parallel_comm: bool = at(False, argument="--overlap-moe-expert-parallel-comm")
 
     # How the data is read, and for how long.
-    task_encoder: str | None = None
-    """Class of the settings of Bridge's task encoder."""
+    task_encoder: str | None = None  # class of the settings of Bridge's task encoder
     num_epochs: int | None = at(None, bridge="train.")
     train_iters: int | None = at(None, bridge="train.")
     lr_decay_style: str | None = at(None, bridge="scheduler.")
@@ -243,8 +230,7 @@ class RunView:
     # Facts from files and measurements, and installed versions.
     model_tokens: TokenFacts | None = None
     processor_tokens: TokenFacts | None = None
-    data: DataFacts | None = None
-    """Measurements of the data set."""
+    data: DataFacts | None = None  # measurements of the data set
     megatron_core_version: str | None = None
     bridge_version: str | None = None
 

@@ -90,14 +90,10 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     )
 
 
-SAMPLES = 200
-"""Conversations read per data set, from places all over it that the run's seed chooses."""
-SECONDS = 30.0
-"""After which no more are read of a data set that is slow to measure."""
-MOST_PLACES = 200_000
-"""Places that a data set is cut into: single conversations where it has no more of them."""
-MOST_LEAVES = 20
-"""Data sets of a blend whose conversations are read; each takes about a tenth of a second."""
+SAMPLES = 200  # conversations read per data set, from places all over it that the run's seed chooses
+SECONDS = 30.0  # after which no more are read of a data set that is slow to measure
+MOST_PLACES = 200_000  # places that a data set is cut into: single conversations where it has no more of them
+MOST_LEAVES = 20  # data sets of a blend whose conversations are read; each takes about a tenth of a second
 _MARK = next(iter(SUBFLAVORS))
 
 

@@ -6,8 +6,7 @@ from energon_packing.validate.family_table import FAMILY_TABLE, OPTED_OUT, Famil
 from energon_packing.validate.rules.rule import Finding, SourceLine, bridge, core, qwen3_vl, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
-UNSCALED_POSITIONS = 16384
-"""``original_max_position_embeddings`` of the published Ministral 3 models."""
+UNSCALED_POSITIONS = 16384  # ``original_max_position_embeddings`` of the published Ministral 3 models
 
 
 def _is_known(view: RunView) -> bool:

@@ -63,14 +63,12 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
     )
 
 
-BYTES_A_SAMPLE = 5_200
-"""What a sample in the window costs its worker, see docs/correctness.md."""
+BYTES_A_SAMPLE = 5_200  # what a sample in the window costs its worker, see docs/correctness.md
 
 BYTES_A_WORKER = 660 << 20
 """What a worker uses besides the window, with large images, as measured by ``scripts/bench.py loader --realistic``."""
 
-LARGEST_LOADER = 64 << 30
-"""Above this limit, the loaders of eight ranks do not fit into the memory of a usual node."""
+LARGEST_LOADER = 64 << 30  # above this limit, the loaders of eight ranks do not fit into the memory of a usual node
 
 
 def loader_bytes(view: RunView) -> int | None:

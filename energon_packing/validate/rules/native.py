@@ -13,8 +13,7 @@ _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
 
 _OURS = "take energon_packing.bridge.dataset.use_packed_data"
 
-TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
-"""The only task encoder of Bridge 0.7 with the hooks for online packing."""
+TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"  # the only task encoder of Bridge 0.7 with the hooks for online packing
 
 _native_rule = functools.partial(data_set_rule, since=(0, 7), applies=lambda view: view.packs_natively)
 _of_data_set = functools.partial(_native_rule, place=_dataset)

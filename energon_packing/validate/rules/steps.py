@@ -3,8 +3,7 @@
 from energon_packing.validate.rules.rule import Finding, bridge, core, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView
 
-OUR_STEP = "energon_packing.bridge.step"
-"""The module of our forward step, as a run's ``step`` names it."""
+OUR_STEP = "energon_packing.bridge.step"  # the module of our forward step, as a run's ``step`` names it
 
 
 def _packed_mixture(view: RunView) -> bool:

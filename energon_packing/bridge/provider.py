@@ -55,16 +55,12 @@ def to_bridge(batch: Any) -> dict[str, Any]:
 
 
 class BridgePackIterator:
-    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save.
+    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save. ``form`` turns each batch into
+    what Bridge's steps read; ``metrics`` counts each, on the rank that writes them for its replica.
 
     ``checkpointing`` calls `save_state` on the first tensor-, context- and pipeline-parallel rank, which is the one
     that reads, and `restore_state` on every rank. With virtual pipeline stages Bridge itself hands each model chunk the
-    same batches (``make_data_iterator_list``), so a rank has one iterator and one state.
-
-    Args:
-        form: turns each batch into what Bridge's steps read.
-        metrics: counts each batch, on the rank that writes them for its replica.
-    """
+    same batches (``make_data_iterator_list``), so a rank has one iterator and one state."""
 
     def __init__(
         self,
@@ -160,14 +156,9 @@ SECTIONS: dict[str, type] = {}
 
 
 def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__) -> Any:
-    """Returns a mutable dataclass with the fields and defaults of ``config``, nested ones included.
-
-    It has slots, so that setting a misspelt field raises at once.
-
-    Args:
-        left_out: fields that are set elsewhere.
-        module: that holds the class under its name; other modules than this one assign it themselves.
-    """
+    """Returns a mutable dataclass with the fields and defaults of ``config``, nested ones included, but for those that
+    are set elsewhere (``left_out``). It has slots, so that setting a misspelt field raises at once. ``module`` holds
+    the class under its name; other modules than this one assign it themselves."""
     name = config.__name__.removesuffix("Config") + "Section"
     hints = typing.get_type_hints(config)
     entries: list[tuple[str, Any, Any]] = []
@@ -198,13 +189,9 @@ for _name in {*SECTIONS, "MetricsSection"}:
 
 
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
-    """Returns the frozen twin of a section (or of a mapping of its fields), validated. Raises ConfigError: no section,
-    an unknown field, a wrong type, or a value that the class refuses.
-
-    Args:
-        where: its name in the run's configuration, for messages.
-        others: the fields that the section leaves out.
-    """
+    """Returns the frozen twin of a section (or of a mapping of its fields), validated; ``others`` are the fields that
+    it leaves out, and ``where`` is its name in the run's configuration. Raises ConfigError: no section, an unknown
+    field, a wrong type, or a value that the class refuses."""
     a_section = dataclasses.is_dataclass(section) and not isinstance(section, type)
     values = dataclasses.asdict(section) if a_section else section
     if not isinstance(values, Mapping):
@@ -249,15 +236,10 @@ def step_and_manager() -> tuple[int, Any] | None:
 
 
 def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
-    """Returns the state of the training loader at the iteration that the run continues from; None if the run begins, or
-    may begin its data anew. Raises ConfigError: the run continues, and there is no state, or it is damaged.
-
-    Args:
-        dataset: its ``dataloader_load`` names the folder of the states, if it is set.
-        resumed: what `step_and_manager` returned.
-        rank: whose file is read: the data-parallel rank, or the first of a plan.
-        accepted: ``data.accept_changed``.
-    """
+    """Returns the state of the training loader at the iteration that the run continues from, by what `step_and_manager`
+    returned; None if the run begins, or may begin its data anew (``accepted``: ``data.accept_changed``). The file of
+    ``rank`` is read: the data-parallel rank, or the first of a plan. Raises ConfigError: the run continues, and there
+    is no state, or it is damaged."""
     if resumed is None or not resumed[0]:
         return None
     step, manager = resumed

@@ -112,13 +112,9 @@ def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
 
 
 def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence_parallel: bool) -> torch.Tensor:
-    """Returns the part of a row's padding mask whose tokens a rank's layers hold. Returns ``[1, T / CP]``, or ``[1, T /
-    (CP * TP)]`` with sequence parallelism; bool.
-
-    Args:
-        mask: ``[1, T]`` bool, True where the token is padding.
-        groups: the ``ProcessGroupCollection`` of the model.
-    """
+    """Returns the part of a row's padding mask (bool ``[1, T]``, True where the token is padding) whose tokens a rank's
+    layers hold: ``[1, T / CP]``, or with sequence parallelism ``[1, T / (CP * TP)]``. ``groups`` is the model's
+    ``ProcessGroupCollection``."""
     cp, tp = groups.cp, groups.tp
     if cp.size() > 1:
         part = {"cp_size": cp.size(), "cp_rank": cp.rank(), "cp_group": cp}

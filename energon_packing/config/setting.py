@@ -113,13 +113,10 @@ def entries_of(config: Any) -> dict[str, tuple[str, ...]]:
 
 
 def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
-    """Returns a configuration dataclass of plain YAML values, with strict keys and types, nested ones included. Raises
-    ConfigError: an unknown key (its counterpart is named if another trainer has it, else the nearest known one), a
-    wrong type, or a value that the class refuses.
-
-    Args:
-        where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
-    """
+    """Returns a configuration dataclass of plain YAML values, with strict keys and types, nested ones included.
+    ``where`` is their source in messages, such as ``"run.yaml"`` or ``"packing"``. Raises ConfigError: an unknown key
+    (its counterpart is named if another trainer has it, else the nearest known one), a wrong type, or a value that the
+    class refuses."""
     values = {} if values is None else values
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} holds {type(values).__name__}; expected a mapping of settings.")

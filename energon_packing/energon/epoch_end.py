@@ -72,13 +72,9 @@ def even_packs(
     rank: int,
     resumed: bool = False,
 ) -> Iterator[Pack]:
-    """Yields one epoch of one rank, with as many packs as every other rank emits. Raises NothingToPack: no rank would
-    emit a pack, because one has none (``drop``) or all have none; on all ranks.
-
-    Args:
-        packs: of this rank; their ``worker`` and ``ahead`` tell how many more are certain to come.
-        resumed: whether the epoch began before a saved state, so that it may have no packs left.
-    """
+    """Yields one epoch of one rank, with as many packs as every other rank emits. ``packs`` are this rank's; their
+    ``worker`` and ``ahead`` tell how many more are certain to come. An epoch that is ``resumed`` may have none left.
+    Raises NothingToPack: no rank would emit a pack, because one has none (``drop``) or all have none; on all ranks."""
     ahead: dict[int, int] = {}
     pack = next(packs, None)
     while True:

@@ -256,13 +256,9 @@ def micro_batches_per_step() -> int:
 
 
 class PackMetrics:
-    """Sums up the packs of one rank, and writes a line every ``interval`` steps.
-
-    `made` may be called by another thread than the other methods, which the trainer's thread calls.
-
-    Args:
-        packs_per_step: packs that this rank takes per optimiser step; asked for at the beginning of each.
-    """
+    """Sums up the packs of one rank, and writes a line every ``interval`` steps, of ``packs_per_step`` packs of this
+    rank each, which is asked for at the beginning of every step. `made` may be called by another thread than the other
+    methods, which the trainer's thread calls."""
 
     def __init__(
         self,

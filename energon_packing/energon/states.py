@@ -88,14 +88,10 @@ def settings_of(section: str, config: Any) -> dict[str, str]:
 def check_fingerprint(
     saved: Any, own: Mapping[str, Any], accepted: Sequence[str] = (), *, where: str = "The saved loader state"
 ) -> list[str]:
-    """Compares the settings of a saved state with those of this run. Returns a line with both values for each accepted
-    difference. Raises ConfigError: a setting differs; the message names the first one, with both values. Or one was
-    accepted whose change leaves nothing to restore.
-
-    Args:
-        accepted: names that may differ (``data.accept_changed``); a section stands for all its settings, and
-            ``data set`` for all data sets of a blend.
-    """
+    """Compares the settings of a saved state with those of this run; names that are ``accepted``
+    (``data.accept_changed``) may differ: a section stands for all its settings, and ``data set`` for all data sets of a
+    blend. Returns a line with both values for each accepted difference. Raises ConfigError: a setting differs; the
+    message names the first one, with both values. Or one was accepted whose change leaves nothing to restore."""
     if not isinstance(saved, Mapping):
         raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
     refuse(

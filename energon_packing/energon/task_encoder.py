@@ -249,15 +249,12 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """Selects the next pack from the window by ``packing.policy``, within all limits of a pack. It is a pack of the
-        group that holds the most. So groups that occur seldom wait until they hold as much as the others, and fill
-        their packs as well. Of what the window holds more than once, see `next_of_copies`. Returns ascending positions
-        of samples of one group (`by_group`), its oldest among them.
+        """Selects the next pack by ``packing.policy``, within all limits of a pack, from the measured ``samples`` of
+        the window, oldest first; ``ended`` if no further one enters it. Returns ascending positions of samples of one
+        group (`by_group`), its oldest among them.
 
-        Args:
-            samples: held by the window, oldest first; all are measured.
-            ended: whether the source is exhausted, so that no further sample enters the window.
-        """
+        It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
+        others, and fill their packs as well. Of what the window holds more than once, see `next_of_copies`."""
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
         held = [samples[at] for at in group]

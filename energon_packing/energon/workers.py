@@ -143,13 +143,9 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
 
 
 def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) -> Answer:
-    """Returns what workers answer to a question, which Energon would wait for in vain once one of them is gone. Raises
-    UserError: a worker was killed.
-
-    Args:
-        ask: asks all of them; runs in a thread of its own.
-        workers: their processes; without any, ``ask`` is just called.
-    """
+    """Returns what ``workers`` (processes) answer to a question, which Energon would wait for in vain once one of them
+    is gone. ``ask`` asks all of them, in a thread of its own; without workers it is just called. Raises UserError: a
+    worker was killed."""
     if not workers:
         return ask()
     answer: Future[Answer] = Future()

@@ -17,14 +17,10 @@ _KNOCK_SECONDS = 10.0
 
 
 class RayWorkers:
-    """An executor as `Executor` describes it. Every node needs this package and sees the same paths. Raises
-    `UserError`: Ray is not installed.
-
-    Args:
-        count: workers; None for one per CPU of the cluster.
-        address: of the cluster, as ``ray.init`` takes it. None takes the environment's ``RAY_ADDRESS``, and without it
-            starts a cluster on this machine for as long as it is needed.
-    """
+    """An executor as `Executor` describes it, of ``count`` workers, or one per CPU of the cluster. Every node needs
+    this package and sees the same paths. ``address`` is the cluster's, as ``ray.init`` takes it; None takes the
+    environment's ``RAY_ADDRESS``, and without it starts a cluster on this machine for as long as it is needed. Raises
+    `UserError`: Ray is not installed."""
 
     def __init__(self, count: int | None, address: str | None) -> None:
         # Ray would say how it counts its users, and that a later version treats GPUs otherwise. Its workers are at

@@ -85,19 +85,14 @@ class MeasureTask:
 
 
 class ShardMeasurer:
-    """Measures shards with one encoder: a `energon_packing.executors.work.Work` of `MeasureTask`.
-
-    Args:
-        run: processor and limits of a sample, and what is trained of pairs.
-        directories: that hold what it writes.
+    """Measures shards with one encoder, and writes to `directories`: a `energon_packing.executors.work.Work` of
+    `MeasureTask`. `run` has processor and limits of a sample, and what is trained of pairs. Raises ConfigError: the
+    processor cannot be used.
 
     Attributes:
         fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
         pair_counts: of all samples that were measured.
         known: data set's name -> name of each shard of media -> its `media_state`, of the index that was there.
-
-    Raises:
-        ConfigError: the processor cannot be used.
     """
 
     def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:

@@ -69,14 +69,10 @@ def _online(saved: Any, file: Path) -> Any:
 
 
 def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
-    """What the run of these states has still to give. Raises UserError: a state is missing, is of another step, or
-    holds what cannot be counted, such as a blend; ConfigError: the states are of other data, or of settings that cut
-    samples otherwise.
-
-    Args:
-        states: of all ranks, in their order, saved at the same step.
-        config: of the run, on the data set that it read.
-    """
+    """What a run has still to give by the states of all its ranks, in their order and saved at the same step; `config`
+    is the run's, on the data set that it read. Raises UserError: a state is missing, is of another step, or holds what
+    cannot be counted, such as a blend; ConfigError: the states are of other data, or of settings that cut samples
+    otherwise."""
     if config.data.shuffle_over_epochs != 1:
         raise ConfigError(
             f"data.shuffle_over_epochs is {config.data.shuffle_over_epochs}; an epoch has an end only if it is 1."

@@ -82,21 +82,13 @@ def open_together(
     split: str | None = None,
     **arguments: Any,
 ) -> LoaderBase | None:
-    """The loader of this rank, if it reads; a collective call of all ranks, of which all have one or all refuse.
+    """The loader of this rank, if it `reads`, as `opened` opens it; a collective call of all ranks, of which all have
+    one or all refuse. Other arguments: see `open_loader`.
 
     What all must know of the data set is read once, and so are the packs of an evaluation: rank 0 opens its loader
     first, and no reader measures the split again. The ranks compare what their loaders must have the same: settings,
-    data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software.
-
-    Args:
-        opened: opens a loader, as `open_loader`.
-        reads: whether this rank reads.
-        split, arguments: as for `open_loader`.
-
-    Raises:
-        ConfigError: a rank differs; the message names it, and both values.
-        UserError: a rank cannot open its loader; all raise what it says.
-    """
+    data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software. Raises ConfigError: a rank
+    differs; the message names it, and both values; UserError: a rank cannot open its loader; all raise what it says."""
     path, part = config.data.path, split or config.data.split
     if split is not None:
         arguments["split"] = split
@@ -128,15 +120,9 @@ def open_together(
 
 
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:
-    """Compares a plan, or a packed directory, with what a run has still to read of it. Raises UserError: the plan ends
-    before, in the middle of a data set.
-
-    Args:
-        path: ``data.path``.
-        state: of the reader, at which the run continues (`OneReader.save_state`); None begins the plan. Where it has no
-            position, its restoring says what is wrong with it.
-        packs: that the run has still to read, over all ranks.
-    """
+    """Compares a plan, or a packed directory, at ``data.path`` with the `packs` that a run has still to read, over all
+    ranks. `state` is the reader's (`OneReader.save_state`); None begins the plan, and where it has no position, its
+    restoring says what is wrong with it. Raises UserError: the plan ends before, in the middle of a data set."""
     source = {"position": 0} if state is None else state.get("source") if isinstance(state, dict) else None
     position = source.get("position") if isinstance(source, dict) else None
     if not isinstance(position, int):
@@ -179,13 +165,9 @@ class EndlessPacks:
 def open_packs(
     config: Any, replica: Replica, *, every: bool = False, **what: Any
 ) -> tuple[EndlessPacks | None, PackMetrics | None]:
-    """Opens a rank's loader, as a collective call of all ranks. Returns its packs, on a rank that reads; and what
-    counts them, on the rank that does so for its replica.
-
-    Args:
-        every: each rank of a replica reads for itself, in place of one for all.
-        what: see `open_together`.
-    """
+    """Opens a rank's loader with the arguments of `open_together`, as a collective call of all ranks; with `every`,
+    each rank of a replica reads for itself, in place of one for all. Returns its packs, on a rank that reads; and what
+    counts them, on the rank that does so for its replica."""
     loader = open_together(config, replica, reads=replica.is_reader or every, **what)
     if loader is None:
         return None, None
@@ -226,20 +208,13 @@ def open_pass(config: AnyRun, *, must_end: bool = False, **arguments: Any) -> Lo
 
 
 class EvaluationPacks(PositionedPacks):
-    """The packs of an evaluation.
+    """The packs of an evaluation; `identity` is the same if they are of the same places. Raises UserError: no sample of
+    the split can be packed; DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
 
     Args:
         build: opens the data set of packs for a reader that shares it with nobody; is told whether data sets repeat.
-        encoder: the task encoder of that data set.
         most: packs of an evaluation; fewer are made where the data end before.
         places: of the packs, as another rank has measured them; if the list is empty, what is measured is added.
-
-    Attributes:
-        identity: the same if the packs are of the same places.
-
-    Raises:
-        UserError: no sample of the split can be packed.
-        DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
     """
 
     def __init__(

@@ -475,14 +475,10 @@ def _facts(
 def plan_id(
     known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray], *, resolved: bool = True
 ) -> str:
-    """The id of a plan. Neither settings on which no pack depends nor where the shards are count: a state of one plan
-    continues with its equal.
-
-    Args:
-        known: the fields of `PlanFacts` that `OF_ID` names.
-        rows: ``[packs + 1]`` int64, where packs begin; of each row its source in `Sources`, piece and sizes.
-        resolved: whether ``plan.datasets`` counts by what it says; in plans of before, its names did.
-    """
+    """The id of a plan, by the fields of `PlanFacts` that `OF_ID` names. Neither settings on which no pack depends nor
+    where the shards are count: a state of one plan continues with its equal. ``rows`` are ``[packs + 1]`` int64, where
+    packs begin, and of each row its source in `Sources`, piece and sizes. In plans of before ``plan.datasets`` was not
+    ``resolved``: its names counted."""
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
     if resolved and not planned["datasets"].keys() <= short:  # of names that change with the place, what they say

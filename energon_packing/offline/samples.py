@@ -228,13 +228,9 @@ class Samples:
 def fitting_samples(
     sources: Sources, limits: AnyLimits, config: AnyRun, remeasure: Remeasure | None = None
 ) -> tuple[Samples, list[Drop]]:
-    """Reads the sizes of all samples and keeps those that fit a pack. Raises UserError: a sample does not fit under
-    ``oversize: raise`` (names the first), or has to be measured again and there is no `remeasure`.
-
-    Args:
-        config: its oversize policy, and names for messages.
-        remeasure: for samples that do not fit and that the configuration cuts, splits or resizes.
-    """
+    """Reads the sizes of all samples and keeps those that fit a pack. Those that do not, and that the configuration
+    cuts, splits or resizes, go through `remeasure`. Raises UserError: a sample does not fit under ``oversize: raise``
+    (names the first), or has to be measured again and there is no `remeasure`."""
     sizes, dropped = _read_sizes(sources, limits, kind_of_config(config).cost(config))
     kept = np.ones(len(sources), dtype=bool)
     kept[[drop.source for drop in dropped]] = False

@@ -59,13 +59,9 @@ class Event(NamedTuple):
 
 
 def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None = None) -> list[Event]:
-    """Follows a sample of a data set through the run that the configuration describes. Raises UserError: the data set
-    cannot be read, or nothing is known about the key.
-
-    Args:
-        key: of the sample, or of a piece (``KEY#0``) or answer (``KEY/chosen``) of it.
-        ledger: directory of the ledger files of a run; None takes ``packing.ledger``.
-    """
+    """Follows a sample of a data set, or a piece (``KEY#0``) or answer (``KEY/chosen``) of it, through the run that the
+    configuration describes. ``ledger`` is the directory of a run's ledger; None takes ``packing.ledger``. Raises
+    UserError: the data set cannot be read, or nothing is known about the key."""
     source = source_key(key)
     events = list(_conversion(source, Path(path)))
     encoder = functools.cache(lambda: build_task_encoder(run))

@@ -40,14 +40,10 @@ OLD_NAMES = {
 
 
 def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
-    """A field of the view, with the places where sources state it; a path that ends in a dot goes on with its name.
-
-    Args:
-        default: where a source does not state it.
-        bridge: path in a ``ConfigContainer``; ``final`` is the model's provider after its ``finalize()``.
-        ours: path in a `RunConfig`.
-        argument: of Megatron-LM; True where it has Bridge's name.
-    """
+    """A field of the view: its default where a source does not state it, and the places where sources do: its path in a
+    ``ConfigContainer`` (``final`` is the model's provider after its ``finalize()``) and in a `RunConfig`, and its
+    argument of Megatron-LM (True where it has Bridge's name). A path that ends in a dot goes on with the field's
+    name."""
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
 
 

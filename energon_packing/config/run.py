@@ -320,16 +320,12 @@ class DataConfig:
 
 
 def group_name(subflavors: Mapping[str, Any] | None) -> str:
-    """Returns the group of a data set, which never shares a pack with another group; empty if it names none.
-
-    It is ``group`` in the ``subflavors`` of a data set in a blend::
+    """Returns the group of a data set, which never shares a pack with another group; empty if it names none. Raises
+    ConfigError: the group is no name. It is ``group`` in the ``subflavors`` of a data set in a blend::
 
         blend:
           - {weight: 3, path: chats, subflavors: {group: text}}
           - {weight: 1, path: charts, subflavors: {group: charts}}
-
-    Raises:
-        ConfigError: the group is no name.
     """
     group = (subflavors or {}).get("group", "")
     if not isinstance(group, str | int | None) or isinstance(group, bool):

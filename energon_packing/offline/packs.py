@@ -76,13 +76,9 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     """A data set of ``len(self)`` packs, which come again after that.
 
     A position gives the same pack wherever it is asked for. Samples that cannot be rendered are dropped and entered in
-    the ledger, as online; if none of a pack can be, a pack without samples takes its place.
-
-    Args:
-        encoder: renders and assembles, as online.
-        rank: names the ledger's files.
-        passes: which pack comes at each position; None has packs without samples after the last one, as every
-            evaluation has (`PlannedLoader`).
+    the ledger, as online; if none of a pack can be, a pack without samples takes its place. ``passes`` say which pack
+    comes at each position; None has packs without samples after the last one, as every evaluation has
+    (`PlannedLoader`).
     """
 
     def __init__(self, encoder: Any, *, rank: int = 0, passes: Passes | None = None) -> None:

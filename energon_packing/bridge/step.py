@@ -73,7 +73,10 @@ def forward_step(
         return step(state, data_iterator, model, return_schedule_plan)
     batch = next(data_iterator)
     packed = batch.get("cu_seqlens_q") is not None
-    _refuse_another_model(inner, batch, state.cfg.dataset)
+    dataset, media = state.cfg.dataset, batch.get("visual_inputs")
+    if media is not None and hasattr(dataset, "run_config"):  # of ours; Bridge leaves fields out in silence
+        fields = [name for name in media.as_model_kwargs() if name in batch]
+        refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
     if packed and return_schedule_plan and not _forwards_batches_whole(step):
         why = "but Bridge's schedule plan ignores the boundaries of packed rows"
         fix = "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
@@ -81,7 +84,9 @@ def forward_step(
     with contextlib.ExitStack() as added:
         if packed:
             added.callback(log_kernel)
-            added.enter_context(_declared_packed(state.cfg.dataset))
+            names = ("enable_offline_packing", "enable_in_batch_packing")
+            if not any(getattr(dataset, name, False) for name in names):  # `gpt_step` sees packed rows during the call
+                added.enter_context(mock.patch.object(dataset, names[0], True, create=True))
             mask = batch.get("padding_mask") if experts_read_masks(inner) else None
             if mask is not None:
                 _refuse_graphs(model, step)
@@ -125,25 +130,10 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
     return mask.contiguous()
 
 
-def _refuse_another_model(inner: Any, batch: Mapping[str, Any], dataset: Any) -> None:
-    """Refuses a model whose forward does not take the family's fields per token; Bridge leaves them out in silence."""
-    if batch.get("visual_inputs") is not None and hasattr(dataset, "run_config"):  # a data set of ours
-        fields = [name for name in batch["visual_inputs"].as_model_kwargs() if name in batch]
-        refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
-
-
 def _forwards_batches_whole(step: Any) -> bool:
     """Whether a Bridge step passes boundaries and mask to models and schedule plans: gpt_step of 0.7."""
     view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
-
-
-def _declared_packed(dataset: Any) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``gpt_step`` see rows as packed for the duration of the call."""
-    names = ("enable_offline_packing", "enable_in_batch_packing")
-    if any(getattr(dataset, name, False) for name in names):
-        return contextlib.nullcontext()
-    return mock.patch.object(dataset, names[0], True, create=True)
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:

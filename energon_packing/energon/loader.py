@@ -209,9 +209,10 @@ class LoaderBase(ABC):
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; before the first, what was restored, or the beginning."""
 
-    @abstractmethod
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since."""
+        state = self.save_state()
+        return lambda: state
 
     @abstractmethod
     def restore_state(self, state: Any) -> None:
@@ -411,8 +412,7 @@ class PackLoader(LoaderBase):
         is left to the moment that a state is needed. Workers keep their checkpoints of the packs that may have been
         read until then."""
         if self._loader.num_workers == 0 or not self._started:
-            state = self.save_state()
-            return lambda: state
+            return super().state_later()
         # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
         then = copy.copy(self._loader)
         then._worker_sample_counters = list(self._loader._worker_sample_counters)

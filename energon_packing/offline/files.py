@@ -197,13 +197,17 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {each: _typed(each) for each in (str, 
 _PLAIN[float] = lambda value: float(_amount(value))
 
 
-def unwritable(path: Path, error: OSError, again: str) -> UserError:
-    """Returns the sentence about a part of an index or a packed directory that cannot be written; the command `again`
-    goes on with what is missing."""
-    return UserError(
-        f"{path} cannot be written ({said(error)}); make room or choose another --out, then run 'energon-packing "
-        f"{again}' again: it continues with the shards that are missing"
-    )
+@contextlib.contextmanager
+def writing(path: Path, again: str) -> Iterator[None]:
+    """Raises UserError if a part of an index or a packed directory cannot be written; the command `again` goes on with
+    what is missing."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({said(error)}); make room or choose another --out, then run 'energon-packing "
+            f"{again}' again: it continues with the shards that are missing"
+        ) from error
 
 
 def differing(

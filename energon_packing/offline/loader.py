@@ -142,10 +142,6 @@ class PlannedLoader(LoaderBase):
         state |= {"batch": batch} if (batch := self._batch(self._taken)) else {}
         return state | ({"order": OLDER} if self._packs.passes and self._packs.passes.older else {})
 
-    def state_later(self) -> Callable[[], Any]:
-        state = self.save_state()
-        return lambda: state
-
     def restore_state(self, state: Any) -> None:
         """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
         ConfigError: it is not the state of a plan, or of another plan."""

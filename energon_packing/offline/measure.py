@@ -28,7 +28,7 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline.data_paths import is_index
-from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, unwritable, write_table
+from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, write_table, writing
 from energon_packing.offline.index import (
     FORMAT,
     OF_PART,
@@ -204,11 +204,9 @@ class ShardMeasurer:
         numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
         names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
         metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}
-        try:
+        with writing(directory / known.file, "measure"):
             directory.mkdir(parents=True, exist_ok=True)
             write_table(directory / known.file, self._schema, tables or [whole], metadata)
-        except OSError as error:
-            raise unwritable(directory / known.file, error, "measure") from error
         return known
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
@@ -242,8 +240,9 @@ class ShardMeasurer:
         `measure`."""
         for cooked in self.cooked(part, shard, wanted):
             self._encoder.prepare([sample for _, sample, _ in cooked])
-            for _, sample, _ in cooked:
-                self.pair_counts += pair_counts_of(sample)
+            for conversation in (getattr(sample, "conversation", None) for _, sample, _ in cooked):  # a clip has none
+                pairs, unwanted = (getattr(conversation, name, False) for name in ("is_pair", "is_unwanted"))
+                self.pair_counts += PairCounts(samples=1, pairs=pairs, unwanted=unwanted)
             for (key, offset, size), sample, store in cooked:
                 yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
 
@@ -269,14 +268,6 @@ class ShardMeasurer:
             kinds = [media.kind for media in conversation.media]
             row |= {"turns": len(conversation.turns), "stills": kinds.count("image"), "videos": kinds.count("video")}
         return row
-
-
-def pair_counts_of(sample: Any) -> PairCounts:
-    """What one cooked sample counts."""
-    conversation = getattr(sample, "conversation", None)  # a clip has none
-    if conversation is None:
-        return PairCounts(samples=1)
-    return PairCounts(samples=1, pairs=conversation.is_pair, unwanted=conversation.is_unwanted)
 
 
 def _seen(path: Path, look: Callable[[Path], tuple[Any, int]], lost: tuple[Any, int] | None = None) -> tuple[Any, int]:
@@ -368,13 +359,11 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
     if isinstance(run, RunConfig):
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
-    try:
+    with writing(config.out, "measure"):
         config.out.mkdir(parents=True, exist_ok=True)
         with locked(config.out):  # and so a file system without locks is told of before the work
             if not _index(config.out, measurer).fingerprint:  # commands of another encoder are refused from now on
                 Index(directory=config.out, encoder=to_mapping(run.encoder), fingerprint=measurer.fingerprint).save()
-    except OSError as error:
-        raise unwritable(config.out, error, "measure") from error
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
@@ -404,10 +393,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             )
             for name, part in zip(names, parts, strict=True)
         ]
-        try:
+        with writing(config.out, "measure"):
             index, changes = _saved(config, measurer, datasets)
-        except OSError as error:
-            raise unwritable(config.out, error, "measure") from error
     return MeasureReport(index=index, measured=work.done, reused=work.reused, missing=work.missing, changes=changes)
 
 
@@ -477,20 +464,17 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
     so that measuring them again is quick. Returns what it did. Raises UserError: there is no index, it has no such data
     set, or it cannot be written."""
     Index.open(out)
-    try:
-        with locked(out):
-            index = Index.open(out)
-            held = [it for it in index.datasets if split in (None, it.asked_split)]
-            taken = [it for it in held if prune and has_moved(Path(it.root))]
-            for path in remove:
-                meant = {str(path), remote_address(path) or os.path.abspath(path)}
-                named = [it for it in held if meant & it.names]
-                if not named:
-                    raise UserError(f"{out} holds no {path} of {split or 'any split'}; --list shows what it holds")
-                taken += [it for it in named if it not in taken]
-            replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
-    except OSError as error:
-        raise unwritable(out, error, "measure") from error
+    with writing(out, "measure"), locked(out):
+        index = Index.open(out)
+        held = [it for it in index.datasets if split in (None, it.asked_split)]
+        taken = [it for it in held if prune and has_moved(Path(it.root))]
+        for path in remove:
+            meant = {str(path), remote_address(path) or os.path.abspath(path)}
+            named = [it for it in held if meant & it.names]
+            if not named:
+                raise UserError(f"{out} holds no {path} of {split or 'any split'}; --list shows what it holds")
+            taken += [it for it in named if it not in taken]
+        replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
     return [f"{it.root} ({it.asked_split}) is removed" for it in taken]
 
 

@@ -19,7 +19,7 @@ from energon_packing.config.setting import before
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.work import Progress
-from energon_packing.offline.files import remove_leftovers, unwritable
+from energon_packing.offline.files import remove_leftovers, writing
 from energon_packing.offline.loader import check_plan
 from energon_packing.offline.packed import Media, PackedFacts, Store
 from energon_packing.offline.packs import PlannedPacks
@@ -229,11 +229,9 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
     plan = Plan.open(config.plan.absolute())
     config = replace(config, plan=plan.path, out=config.out.absolute())
     form = PACK_FORMATS.find(config.format)(plan, run_of_plan(plan), config)
-    try:
+    with writing(config.out, "pack"):
         form.prepare()
         remove_leftovers(config.out)
-    except OSError as error:
-        raise unwritable(config.out, error, "pack") from error
     shared = work_shared(
         config,
         [PackTask(number) for number in range(len(form.firsts))],

@@ -362,7 +362,8 @@ def make_plan(
     if len(samples) == 0:
         most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
-    blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, config.plan)
+    ends = sources.starts[np.searchsorted(sources.dataset, np.arange(len(sources.datasets)), side="right")]
+    blend = Blend.of(sources.datasets, ends, samples, config.plan)
     told = told_datasets(sources, samples, drops, blend)
     _check_drops(told, drops, blend.shares, sources, config.packing.drop_budget)
     rest = None if left is None else rows_left(left, sources, samples)

@@ -133,10 +133,6 @@ class Sources:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def dataset_ends(self) -> np.ndarray:
-        """``[data sets]`` int64: for each, the number of sources up to its end."""
-        return self.starts[np.searchsorted(self.dataset, np.arange(len(self.datasets)), side="right")]
-
     def place(self, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Data set int16, shard int32 and row int32 of each source, ``[N]``."""
         number = np.searchsorted(self.starts, sources, side="right") - 1

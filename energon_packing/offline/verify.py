@@ -155,11 +155,13 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
     if wrong := _told(check_rows, packed.plan, drops_path(packed.plan.path).exists()):  # `pack` copies what is there
         return VerifyReport(findings=wrong)
     wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
-    entries = packed.facts.shards
+    entries, packs = packed.facts.shards, len(packed.plan)
+    count = min(packs, int(np.ceil(config.share * packs)))
+    remade = np.sort(np.random.default_rng(config.seed).choice(packs, count, replace=False))
     shared = work_shared(
         config,
         entries,
-        ShardVerifier(packed, _chosen(len(packed.plan), config)),
+        ShardVerifier(packed, remade),
         size=lambda entry: entry.packs,
         progress=lambda done, total: progress("verify", done, total),
     )
@@ -231,12 +233,6 @@ def _check_parquet(files: Sequence[Path]) -> None:
         raise UserError(f"the packs from {stop} to {known['packs']}, after {files[-1]}, are missing; pack again")
     if not files[0].with_name(METADATA).is_file():
         raise UserError(f"{files[0].with_name(METADATA)} is missing; pack again")
-
-
-def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
-    """The packs that are made anew, ascending."""
-    count = min(packs, int(np.ceil(config.share * packs)))
-    return np.sort(np.random.default_rng(config.seed).choice(packs, count, replace=False))
 
 
 class ShardVerifier:

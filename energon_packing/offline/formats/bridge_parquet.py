@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
-from energon_packing.offline.files import read_metadata, unwritable, write_json, write_table
+from energon_packing.offline.files import read_metadata, write_json, write_table, writing
 from energon_packing.offline.index import DEFAULT_KIND
 from energon_packing.offline.pack import AT_ONCE, PackConfig, PackFormat, PackTask
 from energon_packing.offline.plan import Plan, PlannedPack
@@ -84,10 +84,8 @@ class BridgeParquet(PackFormat):
         path = self.path(task.number)
         rows = (self._row(planned) for planned in self.planned_packs(task.number))
         tables = (pa.Table.from_pylist(list(some), SCHEMA) for some in batched(rows, AT_ONCE))
-        try:
+        with writing(path, "pack"):
             write_table(path, SCHEMA, tables, self._metadata(task.number))
-        except OSError as error:
-            raise unwritable(path, error, "pack") from error
         return True
 
     def complete(self, entries: Sequence[Any]) -> None:
@@ -110,11 +108,8 @@ class BridgeParquet(PackFormat):
             "pack_size": row,
             "min_packed_seqlen": int(packed.min()),
         }
-        path = self.config.out / METADATA
-        try:
-            write_json(path, [sizes_of_rows])
-        except OSError as error:
-            raise unwritable(path, error, "pack") from error
+        with writing(self.config.out / METADATA, "pack"):
+            write_json(self.config.out / METADATA, [sizes_of_rows])
 
     def _metadata(self, number: int) -> dict[str, Any]:
         first, end = self.span(number)

@@ -22,7 +22,7 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.files import differing, locked, read_metadata, replacing, unwritable
+from energon_packing.offline.files import differing, locked, read_metadata, replacing, writing
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
@@ -135,34 +135,31 @@ class ShardPacker(PackFormat):
     def _pack(self, number: int) -> ShardEntry:
         path = self.path(number)
         first, end = self.span(number)
-        try:
-            with replacing(path) as aside, aside.open("wb", buffering=1 << 20) as file:
-                writer = ShardWriter(file)
-                samples, drops = 0, list[tuple[str, str, str]]()
-                with ExitStack() as stack:
-                    media = None
-                    if self.facts.media == "copy":
-                        copied = stack.enter_context(replacing(media_path(self.config.out, number)))
-                        media = MediaCopy(stack.enter_context(copied.open("wb", buffering=0)), self._files)
-                    for planned in self.planned_packs(number):
-                        stored = self.stored(planned, media)
-                        samples += len(stored.order)
-                        drops += [(each.key, *each.dropped) for each in stored.samples if each.dropped is not None]
-                        writer.add(stored.to_bytes())
-                # The media have their name before the shard that needs them.
-                writer.finish(
-                    {
-                        "plan": self.facts.plan,
-                        "settings": self.facts.of_shard(first, end),
-                        "packs": end - first,
-                        "samples": samples,
-                        "drops": drops,
-                        "media_bytes": media.bytes if media else 0,
-                        "media_checksum": media.checksum if media else "",
-                    }
-                )
-        except OSError as error:
-            raise unwritable(path, error, "pack") from error
+        with writing(path, "pack"), replacing(path) as aside, aside.open("wb", buffering=1 << 20) as file:
+            writer = ShardWriter(file)
+            samples, drops = 0, list[tuple[str, str, str]]()
+            with ExitStack() as stack:
+                media = None
+                if self.facts.media == "copy":
+                    copied = stack.enter_context(replacing(media_path(self.config.out, number)))
+                    media = MediaCopy(stack.enter_context(copied.open("wb", buffering=0)), self._files)
+                for planned in self.planned_packs(number):
+                    stored = self.stored(planned, media)
+                    samples += len(stored.order)
+                    drops += [(each.key, *each.dropped) for each in stored.samples if each.dropped is not None]
+                    writer.add(stored.to_bytes())
+            # The media have their name before the shard that needs them.
+            writer.finish(
+                {
+                    "plan": self.facts.plan,
+                    "settings": self.facts.of_shard(first, end),
+                    "packs": end - first,
+                    "samples": samples,
+                    "drops": drops,
+                    "media_bytes": media.bytes if media else 0,
+                    "media_checksum": media.checksum if media else "",
+                }
+            )
         entry = self.found(number)
         assert entry is not None, "the shard was renamed to its place"
         return entry
@@ -181,17 +178,14 @@ class ShardPacker(PackFormat):
                 f"packing.drop_budget={budget} of the plan allows; correct the data, or plan with a higher budget"
             )
         out = self.config.out
-        try:
-            with locked(out):
-                with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
-                    file.write(json.dumps({"plan": self.facts.plan}) + "\n")
-                    for number in (entry.number for entry in entries if entry.drops):
-                        for key, reason, detail in ShardFile(self.path(number)).facts["drops"]:
-                            drop = {"dropped": key, "reason": reason, "detail": detail, "shard": number}
-                            file.write(json.dumps(drop, ensure_ascii=False) + "\n")
-                self.facts.save(out)
-        except OSError as error:
-            raise unwritable(out, error, "pack") from error
+        with writing(out, "pack"), locked(out):
+            with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
+                file.write(json.dumps({"plan": self.facts.plan}) + "\n")
+                for number in (entry.number for entry in entries if entry.drops):
+                    for key, reason, detail in ShardFile(self.path(number)).facts["drops"]:
+                        drop = {"dropped": key, "reason": reason, "detail": detail, "shard": number}
+                        file.write(json.dumps(drop, ensure_ascii=False) + "\n")
+            self.facts.save(out)
 
     def rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
         """Renders the samples of a pack; one that cannot be rendered is dropped."""

@@ -40,16 +40,6 @@ def _rows_bring_a_mask(view: RunView) -> bool:
     return view.bridge_release >= (0, 7) and (of_text or in_batch)
 
 
-def _masked_experts_under_graphs(view: RunView) -> bool:
-    masked = view.reaches_the_step_packed and _rows_bring_a_mask(view)
-    return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
-
-
-def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
-    undeclared = view.dataset_kind == "provider" and not view.packed
-    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
-
-
 @rule(
     id="ours/step-reads-packs",
     order=1050,
@@ -139,7 +129,10 @@ def _fused_router(view: RunView) -> Finding | None:
     order=1080,
     checks="experts get the padding mask under CUDA graphs",
     place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
-    applies=_masked_experts_under_graphs,
+    applies=lambda view: (
+        (view.reaches_the_step_packed and _rows_bring_a_mask(view))
+        and ((view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine")
+    ),
     sources=(
         core("transformer/module.py", "return cuda_graph_func(*args, **kwargs)"),
         bridge("training/gpt_step.py", "Packed MoE padding masks do not support router-scoped", since=(0, 7)),
@@ -188,7 +181,10 @@ _middle_stages_see_boundaries = warning_rule(
     order=1100,
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
-    applies=_undeclared_provider_in_a_long_pipeline,
+    applies=lambda view: (
+        (view.dataset_kind == "provider" and not view.packed and view.pipeline_parallel > 2)
+        and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+    ),
     sources=(bridge("training/gpt_step.py", "uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)"),),
     why="the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle stages, "
     "so packed rows would attend across samples there",

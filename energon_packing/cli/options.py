@@ -60,9 +60,8 @@ trust_option = click.option(
     callback=lambda ctx, _, trusts: ctx.with_resource(trusting(trusts)),
     help="Let code run that the YAML of a data set or of Bridge names (docs/security.md).",
 )
-set_option = click.option(
-    "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated."
-)
+settable = partial(click.option, "--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True)
+set_option = settable(help="Change a value; may be repeated.")
 config_options = together(
     click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration."),
     *(set_option, trust_option),

@@ -99,17 +99,16 @@ def encoder_parts(config: Any, directories: tuple[Path, ...], **workers: Any) ->
     def encoder() -> Any:
         return kind_of_config(config).task_encoder(config)
 
-    @functools.cache
-    def remeasurer() -> Any:
+    def remeasure(shards: Any) -> Any:
         from energon_packing.offline.packs import SampleRemeasurer
 
-        return SampleRemeasurer(encoder(), directories, who, config)
+        return SampleRemeasurer(encoder(), directories, who, config)(shards)
 
     from energon_packing.offline.shared_work import WorkersConfig
 
     who = WorkersConfig(**workers)
     limits = encoder().limits if getattr(config.packing, "dummy_image", False) else None
-    return {"limits": limits, "remeasure": lambda shards: remeasurer()(shards)}
+    return {"limits": limits, "remeasure": remeasure}
 
 
 def show_summary(result: dict[str, Any]) -> None:

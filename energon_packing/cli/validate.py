@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, trust_option
+from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, settable, trust_option
 from energon_packing.cli.terminal import answer, cell, counted, say, starting, table
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
@@ -46,13 +46,7 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("given", metavar="RUN", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--set",
-    "overrides",
-    metavar="SECTION.KEY=VALUE",
-    multiple=True,
-    help="Change a value; may be repeated. For a Bridge configuration a Hydra override.",
-)
+@settable(help="Change a value; may be repeated. For a Bridge configuration a Hydra override.")
 @click.option(
     "--world-size",
     metavar="N",

@@ -166,12 +166,7 @@ def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | N
 
 
 def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
-    old, new = (
-        {**plan.facts.decided, **{f"encoder: {name}": value for name, value in plan.facts.fingerprint.items()}}
-        for plan in (before, after)
-    )
-    return {
-        name: {"before": old.get(name), "after": new.get(name)}
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
+    facts = (before.facts, after.facts)
+    old, new = ({**each.decided, **{f"encoder: {name}": it for name, it in each.fingerprint.items()}} for each in facts)
+    differ = (name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name))
+    return {name: {"before": old.get(name), "after": new.get(name)} for name in differ}

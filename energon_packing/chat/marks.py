@@ -59,17 +59,13 @@ class Passing:
 
     Attributes:
         no_text_is_none: the content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
-        arguments_as_text: arguments of calls are JSON text, not objects (DeepSeek-V3).
-        name_results: a tool's result carries the name of the tool.
-        thinking_apart: thinking of a field stays a field; otherwise it opens the text.
-        thinking_split: thinking that opens a text becomes a field (gpt-oss, Gemma 4, Qwen3.8 know no tags).
     """
 
     no_text_is_none: bool = False
-    arguments_as_text: bool = False
-    name_results: bool = False
-    thinking_apart: bool = False
-    thinking_split: bool = False
+    arguments_as_text: bool = False  # arguments of calls are JSON text, not objects (DeepSeek-V3)
+    name_results: bool = False  # a tool's result carries the name of the tool
+    thinking_apart: bool = False  # thinking of a field stays a field; otherwise it opens the text
+    thinking_split: bool = False  # thinking that opens a text becomes a field (gpt-oss, Gemma 4, Qwen3.8 know no tags)
 
 
 class Marks:
@@ -221,17 +217,11 @@ def _definition(tool: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A rendering, split at its marks.
+    """A rendering, split at its marks."""
 
-    Attributes:
-        frames: the template's text around the marks, one more than there are marks.
-        order: index of the piece of each mark; a piece that is shown twice has two marks.
-        pieces: of the conversation that this was made from.
-    """
-
-    frames: tuple[str, ...]
-    order: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    frames: tuple[str, ...]  # the template's text around the marks, one more than there are marks
+    order: tuple[int, ...]  # index of the piece of each mark; a piece that is shown twice has two marks
+    pieces: tuple[Piece, ...]  # of the conversation that this was made from
 
     @classmethod
     def of(cls, marked: str, pieces: Sequence[Piece]) -> Self:

@@ -34,16 +34,14 @@ class Answer(NamedTuple):
     """An assistant turn in a layout.
 
     Attributes:
-        first: its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it.
-        last: its last mark; the answer ends ``after`` characters after it.
         added: the text at which generation stops, if the template writes it only before another turn and none follows.
         opens: whether the answer ends with the token that opens the next turn; the text after it belongs to that turn.
     """
 
     turn: int
-    first: int
+    first: int  # its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it
     before: int
-    last: int
+    last: int  # its last mark; the answer ends ``after`` characters after it
     after: int
     added: str = ""
     opens: bool = False
@@ -89,19 +87,13 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 class AnswerSearch(NamedTuple):
-    """Finds the answers of a conversation in its layout.
-
-    Attributes:
-        messages: with marks, those that the layout was made from.
-        render: runs the template.
-        thinking: what the template writes before thinking; a generation prompt that holds it opens the thinking.
-    """
+    """Finds the answers of a conversation in its layout."""
 
     layout: Layout
-    messages: Sequence[dict[str, Any]]
-    render: Render
+    messages: Sequence[dict[str, Any]]  # with marks, those that the layout was made from
+    render: Render  # runs the template
     stops: StopTokens
-    thinking: str
+    thinking: str  # what the template writes before thinking; a generation prompt that holds it opens the thinking
 
     def answers(self) -> list[Answer]:
         """Returns all answers with at least one mark. Raises SampleRejected: ``assistant_first`` if the template does

@@ -36,12 +36,11 @@ class RenderedChat:
     """A conversation as text.
 
     Attributes:
-        text: the rendering, with one placeholder per image or video.
         spans: trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
         ends: for each answer that was found, the turns up to and including it, and the characters that they fill.
     """
 
-    text: str
+    text: str  # the rendering, with one placeholder per image or video
     spans: tuple[TrainedSpan, ...]
     ends: tuple[tuple[int, int], ...] = ()
 

@@ -32,20 +32,13 @@ class TrainedSpan(NamedTuple):
 
 
 class ThinkingForm(NamedTuple):
-    """How a chat template writes thinking.
+    """How a chat template writes thinking."""
 
-    Attributes:
-        field: whether it shows a field of the message.
-        inline: whether it takes tags in the text for the same (gpt-oss, Gemma 4 and Qwen3.8 know the field alone).
-        opening, closing: what stands before and after thinking, without the white space around it.
-        breaks: line ends that belong to an empty thinking with which the template opens an answer that has none.
-    """
-
-    field: bool
-    inline: bool
-    opening: str
+    field: bool  # whether it shows a field of the message
+    inline: bool  # whether it takes tags in the text for the same (gpt-oss, Gemma 4 and Qwen3.8 know the field alone)
+    opening: str  # opening and closing: what stands before and after thinking, without the white space around it
     closing: str
-    breaks: int
+    breaks: int  # line ends that belong to an empty thinking with which the template opens an answer that has none
 
     def before(self, text: str, start: int, end: int) -> int | None:
         """Returns where the marks begin that end at ``end``, white space aside; None if none is in ``[start, end)``."""

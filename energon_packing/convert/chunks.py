@@ -33,21 +33,13 @@ class MemberBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One file of records.
+    """One file of records."""
 
-    Attributes:
-        path: where it is on this machine, once it is fetched.
-        name: its path in reports, relative to the directory that was named; unique in a conversion.
-        origin: index into `ConvertConfig.sources`.
-        size: bytes.
-        address: of a file in an object store; None for one of this machine.
-    """
-
-    path: Path
-    name: str
-    origin: int
-    size: int = 0
-    address: str | None = None
+    path: Path  # where it is on this machine, once it is fetched
+    name: str  # its path in reports, relative to the directory that was named; unique in a conversion
+    origin: int  # index into `ConvertConfig.sources`
+    size: int = 0  # bytes
+    address: str | None = None  # of a file in an object store; None for one of this machine
 
     @property
     def place(self) -> str:
@@ -60,20 +52,16 @@ class RawRecord:
     """One record as it is in its file.
 
     Attributes:
-        number: line of a JSON Lines file, from 1; index in an array, from 0.
-        where: ``name:line`` or ``name[index]``, for a reader.
-        value, error: the parsed JSON, or None and why it could not be parsed.
         members: of a record in a tar, the files beside it, by each name that it may use.
-        warnings: names of oddities of the form in which the file holds it.
     """
 
     source: SourceFile
-    number: int
-    where: str
-    value: Any
+    number: int  # line of a JSON Lines file, from 1; index in an array, from 0
+    where: str  # ``name:line`` or ``name[index]``, for a reader
+    value: Any  # value and error: the parsed JSON, or None and why it could not be parsed
     error: SampleRejected | None = None
     members: Mapping[str, MemberBytes] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # names of oddities of the form in which the file holds it
 
 
 LINES = ("lines", "text")
@@ -89,11 +77,6 @@ class Chunk:
             those of CSV and TSV, ``samples`` those of a tar, ``yielded`` those that a reader made.
         start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of a
             tar, nothing but progress.
-        first: number of the first record: line of a JSON Lines file, from 1; index in an array, from 0.
-        position: bytes of the file up to the end of the chunk, where they are not `end`; for progress alone.
-        path: of the file that holds the bytes; None for the source itself, which is not compressed.
-        samples: name of each sample of a tar, and its members.
-        yielded: the pickle of each record that a reader made.
         error: in place of records, why the one at `first` and all that follow cannot be told apart.
     """
 
@@ -101,12 +84,12 @@ class Chunk:
     form: Form
     start: int = 0
     end: int = 0
-    first: int = 0
+    first: int = 0  # number of the first record: line of a JSON Lines file, from 1; index in an array, from 0
     error: SampleRejected | None = None
-    position: int = -1
-    path: Path | None = None
-    samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
-    yielded: tuple[bytes, ...] = ()
+    position: int = -1  # bytes of the file up to the end of the chunk, where they are not `end`; for progress alone
+    path: Path | None = None  # of the file that holds the bytes; None for the source itself, which is not compressed
+    samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()  # name of each sample of a tar, and its members
+    yielded: tuple[bytes, ...] = ()  # the pickle of each record that a reader made
 
     def where(self, number: int) -> str:
         """Where the record of this number is, for a reader."""

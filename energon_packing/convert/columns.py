@@ -97,20 +97,13 @@ class FileReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaReference:
-    """An image or video as the record names it.
-
-    Attributes:
-        paths: one file, or the frames of a video that is a list of images.
-        is_frames: whether the paths are such a list (which may hold a single image).
-        fps: rate of a list of frames; None for a file, which states its own.
-        times: seconds of each frame, if the record has them.
-    """
+    """An image or video as the record names it."""
 
     kind: MediaKind
-    paths: tuple[MediaPath, ...]
-    is_frames: bool = False
-    fps: float | None = None
-    times: tuple[float, ...] = ()
+    paths: tuple[MediaPath, ...]  # one file, or the frames of a video that is a list of images
+    is_frames: bool = False  # whether the paths are such a list (which may hold a single image)
+    fps: float | None = None  # rate of a list of frames; None for a file, which states its own
+    times: tuple[float, ...] = ()  # seconds of each frame, if the record has them
 
     @property
     def files(self) -> tuple[FileReference, ...]:

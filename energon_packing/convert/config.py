@@ -46,14 +46,12 @@ class ColumnMap:
     Attributes:
         columns: a column of `COLUMNS` or of a layout, or a field of `FIELDS`, -> its name in the data.
         roles: a role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
-        only: whether such columns that are not named are left out and counted, as LLaMA-Factory does.
-        layout: what the report calls the records; empty for the name of the layout that is found.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
-    only: bool = False
-    layout: str = ""
+    only: bool = False  # whether such columns that are not named are left out and counted, as LLaMA-Factory does
+    layout: str = ""  # what the report calls the records; empty for the name of the layout that is found
 
     def __post_init__(self) -> None:
         columns = (*_columns(), *FIELDS) if self.columns else ()

@@ -73,13 +73,12 @@ class Element:
     """One element of an array, or why it could not be read.
 
     Attributes:
-        last: True if nothing after this element could be separated, so that reading ended.
         start, end: bytes of the stream before the element and up to its end; 0 if it is such a last one.
     """
 
     value: Any = None
     error: str | None = None
-    last: bool = False
+    last: bool = False  # True if nothing after this element could be separated, so that reading ended
     start: int = 0
     end: int = 0
 

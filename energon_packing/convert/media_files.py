@@ -51,19 +51,15 @@ class MediaFile:
     """One distinct image or video, checked.
 
     Attributes:
-        path: the file, all links resolved.
         name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
-        size: bytes.
-        width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation.
         frames, fps, duration, container, time_points: of a video, see `energon_packing.media.probe.VideoInfo`.
-        format, mode, transparent, animated: of an image, see `energon_packing.media.probe.ImageInfo`.
     """
 
     kind: MediaKind
-    path: str
+    path: str  # the file, all links resolved
     name: str
-    size: int
-    width: int
+    size: int  # bytes
+    width: int  # width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation
     height: int
     stored_width: int
     stored_height: int
@@ -71,7 +67,7 @@ class MediaFile:
     fps: float | None = None
     duration: float | None = None
     container: str = ""
-    format: str = ""
+    format: str = ""  # format, mode, transparent, animated: of an image, see `energon_packing.media.probe.ImageInfo`
     mode: str = ""
     transparent: bool = False
     animated: bool = False

@@ -168,25 +168,18 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 class ParsedRecord:
     """One record of a source, its media not looked at yet.
 
-    Attributes:
-        turns: in order; their `MediaPart` indices count up from 0 over the whole record.
-        references: the media that the indices refer to.
-        warnings: names of oddities that were accepted.
-        ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
-        layout: name of the layout that the record has.
-
     The others are those of `Conversation`.
     """
 
-    turns: tuple[Turn, ...]
-    references: tuple[MediaReference, ...]
+    turns: tuple[Turn, ...]  # in order; their `MediaPart` indices count up from 0 over the whole record
+    references: tuple[MediaReference, ...]  # the media that the indices refer to
     tools: tuple[Mapping[str, Any], ...] | None
-    warnings: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    warnings: tuple[str, ...]  # names of oddities that were accepted
+    ignored: tuple[str, ...] = ()  # filled columns, and fields as ``messages[].name``, that nothing reads; sorted
     chosen: tuple[Turn, ...] = ()
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
-    layout: str = field(default="", compare=False)
+    layout: str = field(default="", compare=False)  # name of the layout that the record has
     source_id: str | None = None
 
     @property

@@ -70,19 +70,13 @@ _BUFFER = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """A checked media file to store.
+    """A checked media file to store."""
 
-    Attributes:
-        name: of the member; in a media store, it begins with the digest of the content.
-        metadata: type and content in Energon's table of media; None for what Energon has none for.
-        digest: the first 32 hexadecimal digits of its SHA-256.
-    """
-
-    name: str
+    name: str  # of the member; in a media store, it begins with the digest of the content
     path: str
     stamp: Stamp
-    metadata: tuple[str, str] | None
-    digest: str
+    metadata: tuple[str, str] | None  # type and content in Energon's table of media; None for what Energon has none for
+    digest: str  # the first 32 hexadecimal digits of its SHA-256
 
     @classmethod
     def of(cls, file: StoredMedia, stamp: Stamp) -> Self:
@@ -99,26 +93,18 @@ class ShardPiece:
     """Members of one tar that follow each other. Where they begin is known, so pieces may be written in any order.
 
     Attributes:
-        name: of the tar.
-        start: bytes of the tar before the piece.
-        first: samples of the tar before the piece.
-        records: each begins a sample.
         files: number of a record -> media files that follow it; -1: before the first record.
-        offsets: where each sample begins in the tar.
-        end: bytes of the tar up to the end of the piece.
-        content: bytes of its members, without headers.
-        last: whether nothing follows in the tar.
     """
 
-    name: str
-    start: int = 0
-    first: int = 0
-    records: list[RecordPlace] = field(default_factory=list)
+    name: str  # of the tar
+    start: int = 0  # bytes of the tar before the piece
+    first: int = 0  # samples of the tar before the piece
+    records: list[RecordPlace] = field(default_factory=list)  # each begins a sample
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
-    end: int = 0
-    content: int = 0
-    last: bool = False
+    offsets: array[int] = field(default_factory=lambda: array("Q"))  # where each sample begins in the tar
+    end: int = 0  # bytes of the tar up to the end of the piece
+    content: int = 0  # bytes of its members, without headers
+    last: bool = False  # whether nothing follows in the tar
 
     def add(self, size: int) -> int:
         """Makes room for a member with a content of ``size`` bytes; returns where that begins in the tar."""
@@ -223,20 +209,15 @@ class PlannedSamples:
     """Good records of one chunk.
 
     Attributes:
-        spool, offset: where their JSON begins: number of the spool file, bytes.
-        keys: final.
-        sizes: bytes of the JSON of each.
-        positions: of each, shape [n]; they decide its split.
-        splits: of each, as an index; filled in when the plan is read.
         files: number of a record -> its distinct files; monolithic layout only.
     """
 
-    spool: int
+    spool: int  # spool and offset: where their JSON begins: number of the spool file, bytes
     offset: int
-    keys: Sequence[str]
-    sizes: Sequence[int]
-    positions: Positions
-    splits: list[int] = field(default_factory=list)
+    keys: Sequence[str]  # final
+    sizes: Sequence[int]  # bytes of the JSON of each
+    positions: Positions  # of each, shape [n]; they decide its split
+    splits: list[int] = field(default_factory=list)  # of each, as an index; filled in when the plan is read
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
 
 

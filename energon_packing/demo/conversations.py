@@ -83,12 +83,11 @@ class Draft:
     """One conversation, while it is written and after.
 
     Attributes:
-        budget: target length in tokens.
         sayings: ``(speaker, text)``, or for the speakers ``call`` and ``result`` a tuple of uses of functions.
     """
 
     key: str
-    budget: float
+    budget: float  # target length in tokens
     system: str | None = None
     sayings: list[tuple[str, Any]] = field(default_factory=list)
     images: list[Order] = field(default_factory=list)

@@ -30,15 +30,6 @@ class Measured(OneSegment):
     """A sample between selection and rendering. It is small because a packing window holds hundreds of them.
 
     Attributes:
-        token_ids: int32 ``[n]``; each run of placeholders is still ONE token.
-        trained: uint8 ``[ceil(n / 8)]``; bit i is set if token i is a target.
-        weights: float32 ``[n]`` loss weight of each target, or None if all weigh 1.
-        run_positions: int32 ``[r]``, positions of the runs in ``token_ids``.
-        run_lengths: int32 ``[r]``, tokens that each run expands to.
-        plans, media: geometry of each image and video, and these, in conversation order.
-        scale: factor of every weight, from ``loss_weighting``.
-        length: tokens of the sample once every run is expanded.
-        turns: of the conversation that was measured, after any truncation.
         settings: fields of the configuration that were lowered for this sample's media, by name.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
         position_start: position of the first token; above 0 only for a piece that continues its sample's positions.
@@ -46,16 +37,16 @@ class Measured(OneSegment):
     """
 
     key: str
-    token_ids: np.ndarray
-    trained: np.ndarray
-    weights: np.ndarray | None
-    run_positions: np.ndarray
-    run_lengths: np.ndarray
-    plans: tuple[MediaPlan, ...]
+    token_ids: np.ndarray  # int32 ``[n]``; each run of placeholders is still ONE token
+    trained: np.ndarray  # uint8 ``[ceil(n / 8)]``; bit i is set if token i is a target
+    weights: np.ndarray | None  # float32 ``[n]`` loss weight of each target, or None if all weigh 1
+    run_positions: np.ndarray  # int32 ``[r]``, positions of the runs in ``token_ids``
+    run_lengths: np.ndarray  # int32 ``[r]``, tokens that each run expands to
+    plans: tuple[MediaPlan, ...]  # plans and media: geometry of each image and video, and these, in conversation order
     media: tuple[Media, ...]
-    length: int
-    turns: int
-    scale: float = 1.0
+    length: int  # tokens of the sample once every run is expanded
+    turns: int  # of the conversation that was measured, after any truncation
+    scale: float = 1.0  # factor of every weight, from ``loss_weighting``
     settings: tuple[tuple[str, int], ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
     position_start: int = 0

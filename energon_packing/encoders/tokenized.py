@@ -358,13 +358,12 @@ class Expanded(NamedTuple):
         spans: its trained characters, ascending, and with weight 0 those of ``media``: no trained token touches them.
         media: characters ``[start, end)`` of each image and video in conversation order: everything that its family
             inserts (tokens, times, numbers of frames, sentences about crops, line breaks), and its frame.
-        moved: maps a character position of the rendered text to ``text``.
     """
 
     text: str
     spans: tuple[TrainedSpan, ...]
     media: tuple[tuple[int, int], ...]
-    moved: Callable[[int], int]
+    moved: Callable[[int], int]  # maps a character position of the rendered text to ``text``
 
 
 class Placeholders:

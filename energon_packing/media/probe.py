@@ -60,24 +60,19 @@ class VideoInfo(NamedTuple):
 
     Attributes:
         width, height: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
-        frames: number of frames that decoding from the start yields.
         fps: average frames per second, the float nearest to the exact fraction: the rate that the container states, as
             processors read it, where the frames' times agree with it; else ``frames`` over the time that they take.
-        duration: seconds of the frames at that rate; the float nearest to the exact fraction.
-        stored_width, stored_height: pixels of a decoded frame, before rotation.
-        container: FFmpeg's name of the container, such as ``"mov,mp4,m4a,3gp,3g2,mj2"``.
-        time_points: of a video whose frames are unevenly spread, as in `Media`; else empty.
     """
 
     width: int
     height: int
-    frames: int
+    frames: int  # number of frames that decoding from the start yields
     fps: float
-    duration: float
-    stored_width: int
+    duration: float  # seconds of the frames at that rate; the float nearest to the exact fraction
+    stored_width: int  # stored_width and stored_height: pixels of a decoded frame, before rotation
     stored_height: int
-    container: str
-    time_points: tuple[float, ...] = ()
+    container: str  # FFmpeg's name of the container, such as ``"mov,mp4,m4a,3gp,3g2,mj2"``
+    time_points: tuple[float, ...] = ()  # of a video whose frames are unevenly spread, as in `Media`; else empty
 
 
 @cache

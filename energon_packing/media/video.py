@@ -34,13 +34,11 @@ class _Units(NamedTuple):
     Attributes:
         starts: of frames at which decoding may start: IDR of H.264, random access of H.265, key frames (which VP9 and
             AV1 packets are is told by the container and checked by the decoder).
-        needed: of frames that others may need; one frame per packet that is shown.
-        parameters: the sets of parameters inside the packet.
     """
 
     starts: str
-    needed: str
-    parameters: str
+    needed: str  # of frames that others may need; one frame per packet that is shown
+    parameters: str  # the sets of parameters inside the packet
 
 
 _PASS, _PASS_NEEDED = "filter_units=pass_types=", "filter_units=discard=nonref:pass_types="
@@ -59,13 +57,12 @@ class Run(NamedTuple):
 
     Attributes:
         left_out: numbers of packets between them that no other frame needs and that are far from any wanted one.
-        frames: number of each wanted frame, by its time in the stream's units.
     """
 
     start: int
     stop: int
     left_out: frozenset[int]
-    frames: dict[int, int]
+    frames: dict[int, int]  # number of each wanted frame, by its time in the stream's units
 
 
 def may_have_runs(container: Any, stream: Any) -> bool:

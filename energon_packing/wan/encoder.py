@@ -119,23 +119,17 @@ class MeasuredClip:
     """A sample between selection and rendering.
 
     Attributes:
-        latent_shape: channels, frames, height, width of the latents.
-        grid: patches along frames, height and width.
-        frames: that are taken from a video; 0 of stored latents.
-        text_tokens: real text tokens of the sample's keys (512 but with ``compat=none``).
-        text_rows: embeddings that are there.
-        token_ids: int32 ``[text_rows]`` of the caption; None where its embeddings are stored.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
     """
 
     key: str
     sample: TextToVideo
-    latent_shape: tuple[int, int, int, int]
-    grid: tuple[int, int, int]
-    text_tokens: int
-    text_rows: int
-    token_ids: np.ndarray | None
-    frames: int = 0
+    latent_shape: tuple[int, int, int, int]  # channels, frames, height, width of the latents
+    grid: tuple[int, int, int]  # patches along frames, height and width
+    text_tokens: int  # real text tokens of the sample's keys (512 but with ``compat=none``)
+    text_rows: int  # embeddings that are there
+    token_ids: np.ndarray | None  # int32 ``[text_rows]`` of the caption; None where its embeddings are stored
+    frames: int = 0  # that are taken from a video; 0 of stored latents
     changes: tuple[tuple[str, str], ...] = ()
     images: ClassVar[int] = 0
     """No vision encoder reads a clip."""

@@ -52,22 +52,19 @@ class WanPack:
 
     Attributes:
         video_latents: ``[Q, 1, channels * pF * pH * pW]``, patches in the order frame, row, column; padding is 0.
-        context_embeddings: ``[K, 1, width]``.
-        loss_mask: ``[Q, 1]`` bfloat16, 1 at patches, 0 at padding.
         seq_len_q, seq_len_kv: int32 ``[n]``, patches and text tokens of each video; ``_padded`` is their place.
-        grid_sizes: int32 ``[n, 3]``, patches along time, height and width.
         fillers: clips of zeros after the videos, counted in every field but these two. There is one if a video that is
             alone has the only padding, which a kernel would take for none (see `pack_wan`).
     """
 
     video_latents: torch.Tensor
-    context_embeddings: torch.Tensor
-    loss_mask: torch.Tensor
+    context_embeddings: torch.Tensor  # ``[K, 1, width]``
+    loss_mask: torch.Tensor  # ``[Q, 1]`` bfloat16, 1 at patches, 0 at padding
     seq_len_q: torch.Tensor
     seq_len_q_padded: torch.Tensor
     seq_len_kv: torch.Tensor
     seq_len_kv_padded: torch.Tensor
-    grid_sizes: torch.Tensor
+    grid_sizes: torch.Tensor  # int32 ``[n, 3]``, patches along time, height and width
     video_metadata: tuple[Any, ...]
     keys: tuple[str, ...]
     fillers: int = 0

@@ -54,20 +54,16 @@ class TextToVideo:
     """One training sample of a text-to-video model.
 
     Attributes:
-        key: unique in its data set; letters, digits, ``-`` and ``_`` only.
-        caption: the text; None if only its embeddings are stored.
         video: the clip, with all its sizes, or an image, which is a clip of one frame; None if ``latents`` replaces it.
-        latents: the encoded clip.
         context: embeddings of the text, without padding; if None, they are made from the caption.
-        metadata: any JSON values, passed on to the batch.
     """
 
-    key: str
-    caption: str | None = None
+    key: str  # unique in its data set; letters, digits, ``-`` and ``_`` only
+    caption: str | None = None  # the text; None if only its embeddings are stored
     video: Media | None = None
-    latents: StoredTensor | None = None
+    latents: StoredTensor | None = None  # the encoded clip
     context: StoredTensor | None = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # any JSON values, passed on to the batch
 
     def __post_init__(self) -> None:
         if (self.video is None) == (self.latents is None):

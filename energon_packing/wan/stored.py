@@ -44,21 +44,14 @@ _MEASURED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredClip:
-    """A clip of a pack.
-
-    Attributes:
-        dataset: number in `PlanFacts.datasets`.
-        files: that rendering reads; empty if it was rendered.
-        clip: its tensors; None if they are rendered when the pack is read.
-        dropped: reason and detail if it could not be rendered when the pack was stored.
-    """
+    """A clip of a pack."""
 
     key: str
-    dataset: int
+    dataset: int  # number in `PlanFacts.datasets`
     measured: MeasuredClip
-    files: tuple[MediaFile, ...] = ()
-    clip: WanSample | None = None
-    dropped: tuple[str, str] | None = None
+    files: tuple[MediaFile, ...] = ()  # that rendering reads; empty if it was rendered
+    clip: WanSample | None = None  # its tensors; None if they are rendered when the pack is read
+    dropped: tuple[str, str] | None = None  # reason and detail if it could not be rendered when the pack was stored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

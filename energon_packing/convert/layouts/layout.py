@@ -28,13 +28,11 @@ class FileKind:
     Attributes:
         check: reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
             `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
-        made: what `check` returns, a dataclass that its fields make again.
-        corrupt: reason of a file that is empty, or that its decoder fails on.
     """
 
     check: Callable[..., Any]
-    made: Callable[..., Any]
-    corrupt: str
+    made: Callable[..., Any]  # what `check` returns, a dataclass that its fields make again
+    corrupt: str  # reason of a file that is empty, or that its decoder fails on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,19 +32,13 @@ _READ_COLUMNS = frozenset(("id", "metadata", *(name for names in COLUMNS.values(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedVideoRecord:
-    """A parsed record, as `energon_packing.convert.records.ParsedRecord`; a clip has no answers that anybody judges.
+    """A parsed record, as `energon_packing.convert.records.ParsedRecord`; a clip has no answers that anybody judges."""
 
-    Attributes:
-        caption: None if there are only embeddings.
-        media: the files, in the order video or image, latents, context.
-        ignored: columns that hold something but that nothing reads, sorted.
-    """
-
-    caption: str | None
-    media: tuple[FileReference, ...]
+    caption: str | None  # None if there are only embeddings
+    media: tuple[FileReference, ...]  # the files, in the order video or image, latents, context
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # columns that hold something but that nothing reads, sorted
     layout: str = "text-to-video"
     judged: str = ""
 

@@ -55,12 +55,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passing:
-    """How a conversation is passed to a template; templates expect different forms.
+    """How a conversation is passed to a template; templates expect different forms."""
 
-    Attributes:
-        no_text_is_none: the content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
-    """
-
+    # The content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
     no_text_is_none: bool = False
     arguments_as_text: bool = False  # arguments of calls are JSON text, not objects (DeepSeek-V3)
     name_results: bool = False  # a tool's result carries the name of the tool

@@ -31,19 +31,16 @@ _LEADING = (
 
 
 class Answer(NamedTuple):
-    """An assistant turn in a layout.
-
-    Attributes:
-        added: the text at which generation stops, if the template writes it only before another turn and none follows.
-        opens: whether the answer ends with the token that opens the next turn; the text after it belongs to that turn.
-    """
+    """An assistant turn in a layout."""
 
     turn: int
     first: int  # its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it
     before: int
     last: int  # its last mark; the answer ends ``after`` characters after it
     after: int
+    # The text at which generation stops, if the template writes it only before another turn and none follows.
     added: str = ""
+    # Whether the answer ends with the token that opens the next turn; the text after it belongs to that turn.
     opens: bool = False
 
 

@@ -33,15 +33,12 @@ END_OF_TURN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderedChat:
-    """A conversation as text.
-
-    Attributes:
-        spans: trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
-        ends: for each answer that was found, the turns up to and including it, and the characters that they fill.
-    """
+    """A conversation as text."""
 
     text: str  # the rendering, with one placeholder per image or video
+    # Trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
     spans: tuple[TrainedSpan, ...]
+    # For each answer that was found, the turns up to and including it, and the characters that they fill.
     ends: tuple[tuple[int, int], ...] = ()
 
 

@@ -49,17 +49,14 @@ class SourceFile:
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class RawRecord:
-    """One record as it is in its file.
-
-    Attributes:
-        members: of a record in a tar, the files beside it, by each name that it may use.
-    """
+    """One record as it is in its file."""
 
     source: SourceFile
     number: int  # line of a JSON Lines file, from 1; index in an array, from 0
     where: str  # ``name:line`` or ``name[index]``, for a reader
     value: Any  # value and error: the parsed JSON, or None and why it could not be parsed
     error: SampleRejected | None = None
+    # Of a record in a tar, the files beside it, by each name that it may use.
     members: Mapping[str, MemberBytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # names of oddities of the form in which the file holds it
 
@@ -70,21 +67,18 @@ Form = Literal["lines", "text", "array", "object", "rows", "cells", "samples", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Records of one file that follow each other, to be parsed elsewhere.
-
-    Attributes:
-        form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``cells``
-            those of CSV and TSV, ``samples`` those of a tar, ``yielded`` those that a reader made.
-        start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of a
-            tar, nothing but progress.
-        error: in place of records, why the one at `first` and all that follow cannot be told apart.
-    """
+    """Records of one file that follow each other, to be parsed elsewhere."""
 
     source: SourceFile
+    # How the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``cells`` those of
+    # CSV and TSV, ``samples`` those of a tar, ``yielded`` those that a reader made.
     form: Form
+    # start and end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of
+    # a tar, nothing but progress.
     start: int = 0
     end: int = 0
     first: int = 0  # number of the first record: line of a JSON Lines file, from 1; index in an array, from 0
+    # In place of records, why the one at `first` and all that follow cannot be told apart.
     error: SampleRejected | None = None
     position: int = -1  # bytes of the file up to the end of the chunk, where they are not `end`; for progress alone
     path: Path | None = None  # of the file that holds the bytes; None for the source itself, which is not compressed

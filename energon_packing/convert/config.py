@@ -41,14 +41,11 @@ def _columns() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnMap:
-    """How a data set names what layouts read.
+    """How a data set names what layouts read."""
 
-    Attributes:
-        columns: a column of `COLUMNS` or of a layout, or a field of `FIELDS`, -> its name in the data.
-        roles: a role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
-    """
-
+    # A column of `COLUMNS` or of a layout, or a field of `FIELDS`, -> its name in the data.
     columns: Mapping[str, str] = field(default_factory=dict)
+    # A role that turns may have, such as ``human`` or ``gpt``, -> its name in the data.
     roles: Mapping[str, str] = field(default_factory=dict)
     only: bool = False  # whether such columns that are not named are left out and counted, as LLaMA-Factory does
     layout: str = ""  # what the report calls the records; empty for the name of the layout that is found

@@ -70,15 +70,12 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Element:
-    """One element of an array, or why it could not be read.
-
-    Attributes:
-        start, end: bytes of the stream before the element and up to its end; 0 if it is such a last one.
-    """
+    """One element of an array, or why it could not be read."""
 
     value: Any = None
     error: str | None = None
     last: bool = False  # True if nothing after this element could be separated, so that reading ended
+    # start and end: bytes of the stream before the element and up to its end; 0 if it is such a last one.
     start: int = 0
     end: int = 0
 

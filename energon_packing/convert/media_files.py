@@ -48,21 +48,18 @@ VIDEO_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaFile:
-    """One distinct image or video, checked.
-
-    Attributes:
-        name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
-        frames, fps, duration, container, time_points: of a video, see `energon_packing.media.probe.VideoInfo`.
-    """
+    """One distinct image or video, checked."""
 
     kind: MediaKind
     path: str  # the file, all links resolved
+    # Its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``; equal files share one entry.
     name: str
     size: int  # bytes
     width: int  # width, height, stored_width, stored_height: pixels as displayed, and as stored, before any rotation
     height: int
     stored_width: int
     stored_height: int
+    # frames, fps, duration, container, time_points: of a video, see `energon_packing.media.probe.VideoInfo`.
     frames: int | None = None
     fps: float | None = None
     duration: float | None = None

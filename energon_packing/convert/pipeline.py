@@ -51,31 +51,28 @@ from energon_packing.remote_files import remote_address, shown, status, without_
 
 @dataclass(kw_only=True, slots=True)
 class ChunkAudit:
-    """What is known about the records of a chunk; the good ones are in a file of their own.
-
-    Attributes:
-        digests: `key_digest` of each key, one after the other; ``contents``: `content_sum` of each good record.
-        rejects: in order: index of a record in the chunk, where it is, reason, detail.
-        ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
-        mentions: kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them
-            are that, see `ParsedRecord.judged`.
-        named: good records with media: number among the good ones -> names in the media store, one per mention.
-    """
+    """What is known about the records of a chunk; the good ones are in a file of their own."""
 
     seconds: float = 0.0  # what the audit took
     spool: int = 0  # spool and offset: where the JSON of the good records begins: number of the worker's file, bytes
     offset: int = 0
     keys: list[str] = field(default_factory=list)  # that the records ask for, the rejected ones included
     numbers: list[int] = field(default_factory=list)
+    # `key_digest` of each key, one after the other; ``contents``: `content_sum` of each good record.
     digests: bytes = b""
     contents: list[int] = field(default_factory=list)
     unnamed: list[int] = field(default_factory=list)  # indices of the records that have no usable id
     sizes: list[int] = field(default_factory=list)  # bytes of the JSON of each good record, in their order in the file
+    # In order: index of a record in the chunk, where it is, reason, detail.
     rejects: list[tuple[int, str, str, str]] = field(default_factory=list)
     warnings: dict[int, list[str]] = field(default_factory=dict)  # index of a good record -> its warnings
+    # Name of a column that nothing reads -> good records that fill it, in the order of first sight.
     ignored: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
+    # Kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them are that, see
+    # `ParsedRecord.judged`.
     mentions: Counter[str] = field(default_factory=Counter)
+    # Good records with media: number among the good ones -> names in the media store, one per mention.
     named: dict[int, list[str]] = field(default_factory=dict)
     files: dict[str, tuple[StoredMedia, Stamp]] = field(default_factory=dict)
 

@@ -90,16 +90,13 @@ RecordPlace = tuple[str, int, int, int]
 
 @dataclass(kw_only=True, slots=True)
 class ShardPiece:
-    """Members of one tar that follow each other. Where they begin is known, so pieces may be written in any order.
-
-    Attributes:
-        files: number of a record -> media files that follow it; -1: before the first record.
-    """
+    """Members of one tar that follow each other. Where they begin is known, so pieces may be written in any order."""
 
     name: str  # of the tar
     start: int = 0  # bytes of the tar before the piece
     first: int = 0  # samples of the tar before the piece
     records: list[RecordPlace] = field(default_factory=list)  # each begins a sample
+    # Number of a record -> media files that follow it; -1: before the first record.
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
     offsets: array[int] = field(default_factory=lambda: array("Q"))  # where each sample begins in the tar
     end: int = 0  # bytes of the tar up to the end of the piece
@@ -206,11 +203,7 @@ _PIECE_SAMPLES = 2048
 
 @dataclass(kw_only=True, slots=True)
 class PlannedSamples:
-    """Good records of one chunk.
-
-    Attributes:
-        files: number of a record -> its distinct files; monolithic layout only.
-    """
+    """Good records of one chunk."""
 
     spool: int  # spool and offset: where their JSON begins: number of the spool file, bytes
     offset: int
@@ -218,6 +211,7 @@ class PlannedSamples:
     sizes: Sequence[int]  # bytes of the JSON of each
     positions: Positions  # of each, shape [n]; they decide its split
     splits: list[int] = field(default_factory=list)  # of each, as an index; filled in when the plan is read
+    # Number of a record -> its distinct files; monolithic layout only.
     files: dict[int, list[StoredFile]] = field(default_factory=dict)
 
 

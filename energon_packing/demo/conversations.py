@@ -80,15 +80,12 @@ class Use(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """One conversation, while it is written and after.
-
-    Attributes:
-        sayings: ``(speaker, text)``, or for the speakers ``call`` and ``result`` a tuple of uses of functions.
-    """
+    """One conversation, while it is written and after."""
 
     key: str
     budget: float  # target length in tokens
     system: str | None = None
+    # ``(speaker, text)``, or for the speakers ``call`` and ``result`` a tuple of uses of functions.
     sayings: list[tuple[str, Any]] = field(default_factory=list)
     images: list[Order] = field(default_factory=list)
     videos: list[Order] = field(default_factory=list)

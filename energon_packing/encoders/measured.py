@@ -27,14 +27,7 @@ class OneSegment:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured(OneSegment):
-    """A sample between selection and rendering. It is small because a packing window holds hundreds of them.
-
-    Attributes:
-        settings: fields of the configuration that were lowered for this sample's media, by name.
-        changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
-        position_start: position of the first token; above 0 only for a piece that continues its sample's positions.
-        extras: name -> one number for all targets, or float32 ``[targets]``.
-    """
+    """A sample between selection and rendering. It is small because a packing window holds hundreds of them."""
 
     key: str
     token_ids: np.ndarray  # int32 ``[n]``; each run of placeholders is still ONE token
@@ -47,9 +40,13 @@ class Measured(OneSegment):
     length: int  # tokens of the sample once every run is expanded
     turns: int  # of the conversation that was measured, after any truncation
     scale: float = 1.0  # factor of every weight, from ``loss_weighting``
+    # Fields of the configuration that were lowered for this sample's media, by name.
     settings: tuple[tuple[str, int], ...] = ()
+    # How the sample differs from its record, as ``(how, detail)`` for the ledger.
     changes: tuple[tuple[str, str], ...] = ()
+    # Position of the first token; above 0 only for a piece that continues its sample's positions.
     position_start: int = 0
+    # Name -> one number for all targets, or float32 ``[targets]``.
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
 
     def __repr__(self) -> str:

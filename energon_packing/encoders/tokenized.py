@@ -352,16 +352,13 @@ def _keeps_offsets(state: dict[str, Any]) -> bool:
 
 
 class Expanded(NamedTuple):
-    """A rendered conversation with the texts of its images and videos in place of their placeholders.
-
-    Attributes:
-        spans: its trained characters, ascending, and with weight 0 those of ``media``: no trained token touches them.
-        media: characters ``[start, end)`` of each image and video in conversation order: everything that its family
-            inserts (tokens, times, numbers of frames, sentences about crops, line breaks), and its frame.
-    """
+    """A rendered conversation with the texts of its images and videos in place of their placeholders."""
 
     text: str
+    # Its trained characters, ascending, and with weight 0 those of ``media``: no trained token touches them.
     spans: tuple[TrainedSpan, ...]
+    # Characters ``[start, end)`` of each image and video in conversation order: everything that its family inserts
+    # (tokens, times, numbers of frames, sentences about crops, line breaks), and its frame.
     media: tuple[tuple[int, int], ...]
     moved: Callable[[int], int]  # maps a character position of the rendered text to ``text``
 

@@ -56,17 +56,14 @@ class ImageInfo(NamedTuple):
 
 
 class VideoInfo(NamedTuple):
-    """What a video holds.
+    """What a video holds."""
 
-    Attributes:
-        width, height: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
-        fps: average frames per second, the float nearest to the exact fraction: the rate that the container states, as
-            processors read it, where the frames' times agree with it; else ``frames`` over the time that they take.
-    """
-
+    # width and height: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
     width: int
     height: int
     frames: int  # number of frames that decoding from the start yields
+    # Average frames per second, the float nearest to the exact fraction: the rate that the container states, as
+    # processors read it, where the frames' times agree with it; else ``frames`` over the time that they take.
     fps: float
     duration: float  # seconds of the frames at that rate; the float nearest to the exact fraction
     stored_width: int  # stored_width and stored_height: pixels of a decoded frame, before rotation

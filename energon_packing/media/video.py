@@ -29,13 +29,10 @@ at most 16 pictures, so one that is stored so much earlier is shown earlier."""
 
 
 class _Units(NamedTuple):
-    """Bitstream filters that leave what is looked for in a packet, and nothing of other packets.
+    """Bitstream filters that leave what is looked for in a packet, and nothing of other packets."""
 
-    Attributes:
-        starts: of frames at which decoding may start: IDR of H.264, random access of H.265, key frames (which VP9 and
-            AV1 packets are is told by the container and checked by the decoder).
-    """
-
+    # Of frames at which decoding may start: IDR of H.264, random access of H.265, key frames (which VP9 and AV1 packets
+    # are is told by the container and checked by the decoder).
     starts: str
     needed: str  # of frames that others may need; one frame per packet that is shown
     parameters: str  # the sets of parameters inside the packet
@@ -53,14 +50,11 @@ packet; Motion JPEG, whose tables may be those of an earlier frame."""
 
 
 class Run(NamedTuple):
-    """Packets to decode in one go, from one at which decoding may start: the numbers of the first and the last one.
-
-    Attributes:
-        left_out: numbers of packets between them that no other frame needs and that are far from any wanted one.
-    """
+    """Packets to decode in one go, from one at which decoding may start: the numbers of the first and the last one."""
 
     start: int
     stop: int
+    # Numbers of packets between them that no other frame needs and that are far from any wanted one.
     left_out: frozenset[int]
     frames: dict[int, int]  # number of each wanted frame, by its time in the stream's units
 

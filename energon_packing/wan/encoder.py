@@ -116,11 +116,7 @@ def resize_frames(frames: torch.Tensor, height: int, width: int) -> torch.Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredClip:
-    """A sample between selection and rendering.
-
-    Attributes:
-        changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
-    """
+    """A sample between selection and rendering."""
 
     key: str
     sample: TextToVideo
@@ -130,6 +126,7 @@ class MeasuredClip:
     text_rows: int  # embeddings that are there
     token_ids: np.ndarray | None  # int32 ``[text_rows]`` of the caption; None where its embeddings are stored
     frames: int = 0  # that are taken from a video; 0 of stored latents
+    # How the sample differs from its record, as ``(how, detail)`` for the ledger.
     changes: tuple[tuple[str, str], ...] = ()
     images: ClassVar[int] = 0
     """No vision encoder reads a clip."""

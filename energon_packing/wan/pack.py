@@ -48,18 +48,13 @@ class WanSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanPack:
-    """Several videos in one row. Q patches and K text tokens, padding included; n videos.
+    """Several videos in one row. Q patches and K text tokens, padding included; n videos."""
 
-    Attributes:
-        video_latents: ``[Q, 1, channels * pF * pH * pW]``, patches in the order frame, row, column; padding is 0.
-        seq_len_q, seq_len_kv: int32 ``[n]``, patches and text tokens of each video; ``_padded`` is their place.
-        fillers: clips of zeros after the videos, counted in every field but these two. There is one if a video that is
-            alone has the only padding, which a kernel would take for none (see `pack_wan`).
-    """
-
+    # ``[Q, 1, channels * pF * pH * pW]``, patches in the order frame, row, column; padding is 0.
     video_latents: torch.Tensor
     context_embeddings: torch.Tensor  # ``[K, 1, width]``
     loss_mask: torch.Tensor  # ``[Q, 1]`` bfloat16, 1 at patches, 0 at padding
+    # seq_len_q and seq_len_kv: int32 ``[n]``, patches and text tokens of each video; ``_padded`` is their place.
     seq_len_q: torch.Tensor
     seq_len_q_padded: torch.Tensor
     seq_len_kv: torch.Tensor
@@ -67,6 +62,8 @@ class WanPack:
     grid_sizes: torch.Tensor  # int32 ``[n, 3]``, patches along time, height and width
     video_metadata: tuple[Any, ...]
     keys: tuple[str, ...]
+    # Clips of zeros after the videos, counted in every field but these two. There is one if a video that is alone has
+    # the only padding, which a kernel would take for none (see `pack_wan`).
     fillers: int = 0
 
     def to_bridge(self) -> dict[str, Any]:

@@ -51,17 +51,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextToVideo:
-    """One training sample of a text-to-video model.
-
-    Attributes:
-        video: the clip, with all its sizes, or an image, which is a clip of one frame; None if ``latents`` replaces it.
-        context: embeddings of the text, without padding; if None, they are made from the caption.
-    """
+    """One training sample of a text-to-video model."""
 
     key: str  # unique in its data set; letters, digits, ``-`` and ``_`` only
     caption: str | None = None  # the text; None if only its embeddings are stored
+    # The clip, with all its sizes, or an image, which is a clip of one frame; None if ``latents`` replaces it.
     video: Media | None = None
     latents: StoredTensor | None = None  # the encoded clip
+    # Embeddings of the text, without padding; if None, they are made from the caption.
     context: StoredTensor | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # any JSON values, passed on to the batch
 

@@ -23,13 +23,10 @@ SUBFLAVORS = {"energon_packing": "v1"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileKind:
-    """A kind of files that records name.
+    """A kind of files that records name."""
 
-    Attributes:
-        check: reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
-            `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
-    """
-
+    # Reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
+    # `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
     check: Callable[..., Any]
     made: Callable[..., Any]  # what `check` returns, a dataclass that its fields make again
     corrupt: str  # reason of a file that is empty, or that its decoder fails on

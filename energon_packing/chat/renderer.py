@@ -141,12 +141,9 @@ def render_template(
     source: str, messages: Messages, tools: Tools, *, special: Mapping[str, Any], prompt: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """Renders one conversation as ``apply_chat_template`` does, in the sandbox that transformers makes; see
-    `TemplateRenderer.run`.
-
-    If transformers has the functions that ``render_jinja_template`` calls, under their names of 5.12, they are called
-    directly with the compiled template, which transformers caches: the wrapper searches the template's text again for
-    every conversation, which takes a tenth of the time.
-    """
+    `TemplateRenderer.run`. If transformers has the functions that ``render_jinja_template`` calls, under their names of
+    5.12, they are called directly with the compiled template, which transformers caches: the wrapper searches the
+    template's text again for every conversation, which takes a tenth of the time."""
     from transformers.utils import chat_template_utils
 
     tracked = getattr(chat_template_utils, "_render_with_assistant_indices", None)

@@ -129,11 +129,9 @@ class ChatTemplate:
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def trained_turns(self, conversation: Conversation) -> frozenset[int]:
-        """Returns the turns of a record that are trained; with ``train_on: all``, every turn. Raises as `render`.
-
-        A record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
-        earlier answer becomes the last one, and none is trained that the template does not mark in the whole.
-        """
+        """Returns the turns of a record that are trained; with ``train_on: all``, every turn. Raises as `render`. A
+        record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
+        earlier answer becomes the last one, and none is trained that the template does not mark in the whole."""
         if self.train_on == "all":
             return frozenset(range(len(conversation.turns)))
         chat = self.render(conversation)
@@ -143,11 +141,8 @@ class ChatTemplate:
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
         """Returns where the first ``turns`` turns of a conversation end in the text that `render` returned, in
-        characters.
-
-        None if the template does not tell: it refuses those turns alone or renders them differently, and they do not
-        end with an answer.
-        """
+        characters. None if the template does not tell: it refuses those turns alone or renders them differently, and
+        they do not end with an answer."""
         conversation = as_shown(conversation, self.thinking)
         try:
             messages, tools = self.renderer.messages(conversation)
@@ -285,10 +280,9 @@ class ChatTemplate:
 
 
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
-    """Returns the text that stands for one image or video, for prompt formats that leave it to the processor.
-
-    ``image`` and ``video`` are what the processor's own template (``source``) writes for one between two texts, frame
-    included, or the placeholder if it writes none; ``image_token`` and ``video_token`` are the placeholder alone."""
+    """Returns the text that stands for one image or video, for prompt formats that leave it to the processor. ``image``
+    and ``video`` are what the processor's own template (``source``) writes for one between two texts, frame included,
+    or the placeholder if it writes none; ``image_token`` and ``video_token`` are the placeholder alone."""
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
     for kind, placeholder in placeholders.items():
@@ -306,11 +300,9 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
 
 
 def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
-    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind.
-
-    It is the difference to the same message without it, wherever the template puts it: between two texts, or before
-    both, as LLaVA's do. Both sides are empty if the template does not take this kind.
-    """
+    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind. It
+    is the difference to the same message without it, wherever the template puts it: between two texts, or before both,
+    as LLaVA's do. Both sides are empty if the template does not take this kind."""
     texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
     frames: dict[MediaKind, tuple[str, str]] = {}
     for kind, placeholder in placeholders.items():

@@ -147,11 +147,8 @@ def _without_thinking(text: str) -> str:
 
 def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]:
     """Returns the thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong
-    to them.
-
-    None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
-    prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
-    """
+    to them. None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models
+    whose prompt opens the thinking may hold the closing tag alone. Empty thinking is None."""
     first = parts[0] if parts else None
     if not isinstance(first, str) or CLOSE not in first:
         return None, parts

@@ -222,9 +222,8 @@ def refuse_own_view(
     value: Mapping[str, Any], kind: MediaKind, reason: str, what: str, *, is_frames: bool = False, is_part: bool = False
 ) -> None:
     """Rejects an object that asks for a part of a video, for a size or for frames of its own: it would be shown whole,
-    in another size or with other frames, and the answer, its boxes and times, would be about something else.
-
-    Fields as ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
+    in another size or with other frames, and the answer, its boxes and times, would be about something else. Fields as
+    ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
 
     Args:
         value: a record, an entry of a column, or a content part (``is_part``), which ``what`` names.
@@ -250,13 +249,10 @@ def _path(entry: Any, name: str) -> MediaPath:
 
 
 def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder, warnings: list[str]) -> list[Turn]:
-    """Turns that name every image and video of a kind that no text has a placeholder for.
-
-    A text with some placeholders, but too few, stays as it is: nobody can say which of the images it means.
-
-    They come before or after the first turn of the user, images before videos, and ``media.references`` in the order of
-    the new turns. ``warnings`` receives ``placeholder_added``.
-    """
+    """Turns that name every image and video of a kind that no text has a placeholder for. A text with some
+    placeholders, but too few, stays as it is: nobody can say which of the images it means. They come before or after
+    the first turn of the user, images before videos, and ``media.references`` in the order of the new turns.
+    ``warnings`` receives ``placeholder_added``."""
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
     missing = [kind for kind, column in media.columns.items() if column and not media.named[kind]]
     if first is None or not missing:
@@ -396,15 +392,11 @@ def check_columns(
 
 
 def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: bool) -> dict[str, Any]:
-    """Reads the column ``extras`` (name -> value) and each separately named column.
-
-    A value is one number for all trained tokens, or a list with one number per token. For a pair, it is one number for
-    both answers, or ``{"chosen": ..., "rejected": ...}`` of numbers or lists. These may also be in two columns:
-    ``chosen_NAME`` and ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``.
-
-    Raises:
-        SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
-    """
+    """Reads the column ``extras`` (name -> value) and each separately named column. A value is one number for all
+    trained tokens, or a list with one number per token. For a pair, it is one number for both answers, or ``{"chosen":
+    ..., "rejected": ...}`` of numbers or lists. These may also be in two columns: ``chosen_NAME`` and
+    ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``. Raises SampleRejected: ``bad_extra`` for an invalid
+    value, ``conflicting_columns`` if a name has two values."""
     given = {} if says_nothing(record.get("extras")) else record["extras"]
     values = {**expect(given, dict, "bad_extra", "the extras column is", "name -> value")}
     for name in columns:

@@ -313,12 +313,10 @@ _SHARED = {name: name for name in ("system", "tools", "images", "videos", "audio
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedDataset:
-    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion.
-
-    The rules are those of LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry
-    has the default names; with it, only the columns that it names are read. ``source`` is None if it is elsewhere;
-    media paths are relative to the directory of ``dataset_info.json``.
-    """
+    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion. The rules are those of
+    LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry has the default names;
+    with it, only the columns that it names are read. ``source`` is None if it is elsewhere; media paths are relative to
+    the directory of ``dataset_info.json``."""
 
     source: Path | None
     media_root: Path

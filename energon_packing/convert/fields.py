@@ -55,15 +55,11 @@ LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
 
 
 def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | None:
-    """The weight of a message; None if no field sets one.
-
-    A boolean states whether the message is trained, a number how strongly; several fields must agree. Only assistant
-    turns are trained, so on other turns 0 is accepted without effect and any other weight is rejected.
-
-    Raises:
-        SampleRejected: ``bad_weight`` for anything but booleans and numbers of at least 0, and for fields that
-            contradict each other; ``unsupported_weight`` if a turn of another role than the assistant is to be trained.
-    """
+    """The weight of a message; None if no field sets one. A boolean states whether the message is trained, a number how
+    strongly; several fields must agree. Only assistant turns are trained, so on other turns 0 is accepted without
+    effect and any other weight is rejected. Raises SampleRejected: ``bad_weight`` for anything but booleans and numbers
+    of at least 0, and for fields that contradict each other; ``unsupported_weight`` if a turn of another role than the
+    assistant is to be trained."""
     if not (given := {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}):
         return None
     for name, value in given.items():

@@ -45,11 +45,9 @@ def safe_key(text: str) -> str:
 
 def key_of_id(text: str) -> str:
     """The key of an id: `safe_key`, and of one that is not ASCII its letters in Latin script with eight digits of its
-    SHA-256, because other ids may have the same letters; the sample holds the id itself.
-
-    ``é1`` becomes ``e1-<digest>``. Letters without a Latin form become the last word of their name in Unicode, and
-    ideographs their number.
-    """
+    SHA-256, because other ids may have the same letters; the sample holds the id itself. ``é1`` becomes
+    ``e1-<digest>``. Letters without a Latin form become the last word of their name in Unicode, and ideographs their
+    number."""
     if text.isascii():
         return safe_key(text)
     latin = (
@@ -70,11 +68,9 @@ Hashes = NDArray[np.uint64]
 
 
 class KeySet:
-    """Hashes of 64 bits, in a few sorted arrays whose sizes grow by powers of two: ten million take 80 MB.
-
-    A key that is in the set is always found. A key that is not is taken for one that is with a probability of one in
-    four hundred thousand among ten million keys; it then gets a suffix that it did not need, the same in every run.
-    """
+    """Hashes of 64 bits, in a few sorted arrays whose sizes grow by powers of two: ten million take 80 MB. A key that
+    is in the set is always found. A key that is not is taken for one that is with a probability of one in four hundred
+    thousand among ten million keys; it then gets a suffix that it did not need, the same in every run."""
 
     def __init__(self) -> None:
         self._runs: list[Hashes] = []
@@ -197,11 +193,9 @@ class SplitAssigner:
         return assigned
 
     def finish(self) -> None:
-        """Fills splits that are empty, because nobody wants an empty validation set from 2 % of a small data set.
-
-        Each gets the content nearest to its own range from the fullest split, with all its copies, if these are no more
-        than half of the samples there; `counts` and `of` follow.
-        """
+        """Fills splits that are empty, because nobody wants an empty validation set from 2 % of a small data set. Each
+        gets the content nearest to its own range from the fullest split, with all its copies, if these are no more than
+        half of the samples there; `counts` and `of` follow."""
         for empty in [index for index, count in enumerate(self.counts) if count == 0]:
             fullest = max(range(len(self.names)), key=lambda index: self.counts[index])
             for position, copies in self._nearest.get((empty, fullest), {}).items():  # the nearest first

@@ -104,11 +104,9 @@ def write_metadataset(
 
 
 def media_names(layout: Layout, names: list[str]) -> list[str]:
-    """The names that a record stores for its media, one per mention (``<digest>.<extension>``).
-
-    Polylithic records use the names of the media store as they are. Monolithic records use ``.<i>.<extension>``, to
-    which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct files of the record.
-    """
+    """The names that a record stores for its media, one per mention (``<digest>.<extension>``). Polylithic records use
+    the names of the media store as they are. Monolithic records use ``.<i>.<extension>``, to which Energon's
+    `PrimaryFileStore` adds the sample's key; `i` counts the distinct files of the record."""
     if layout == "polylithic":
         return names
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}

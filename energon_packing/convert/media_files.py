@@ -72,11 +72,9 @@ class MediaFile:
 
     @property
     def metadata(self) -> tuple[str, str]:
-        """Type and content of the file in the table of ``energon prepare --media-metadata-by-extension``.
-
-        Energon would decode every file again, and omits a whole shard if one file fails. As in Energon's own table,
-        sizes are those of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes.
-        """
+        """Type and content of the file in the table of ``energon prepare --media-metadata-by-extension``. Energon would
+        decode every file again, and omits a whole shard if one file fails. As in Energon's own table, sizes are those
+        of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes."""
         width, height = self.stored_width, self.stored_height
         said: dict[str, Any] = {"width": width, "height": height, "format": self.format, "mode": self.mode}
         if self.kind == "video":
@@ -213,18 +211,14 @@ class RecordFiles:
         self._fetched = lru_cache(maxsize=_MOST_RECENT)(fetched)
 
     def place(self, reference: str | EmbeddedBytes, root: Path | str, members: Mapping[str, MemberBytes]) -> str:
-        """The file of one image or video of a record.
+        """The file of one image or video of a record. Raises SampleRejected: ``corrupt_media`` for an address that
+        cannot be decoded, ``media_too_large``, and the reasons of `resolve_media`; UserError: a store does not answer;
+        the file may be in order; OSError: there is no room for a copy.
 
         Args:
             reference: a path, a ``data:`` address, or bytes.
             root: of paths: a directory, or the address of one.
             members: files beside the record in its tar, by each name that it may use; a record with any has no root.
-
-        Raises:
-            SampleRejected: ``corrupt_media`` for an address that cannot be decoded, ``media_too_large``, and the
-                reasons of `resolve_media`.
-            UserError: a store does not answer; the file may be in order.
-            OSError: there is no room for a copy.
         """
         if isinstance(reference, EmbeddedBytes):
             return self._store(reference.content, reference.name)

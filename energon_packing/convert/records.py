@@ -166,10 +166,7 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class ParsedRecord:
-    """One record of a source, its media not looked at yet.
-
-    The others are those of `Conversation`.
-    """
+    """One record of a source, its media not looked at yet. The others are those of `Conversation`."""
 
     turns: tuple[Turn, ...]  # in order; their `MediaPart` indices count up from 0 over the whole record
     references: tuple[MediaReference, ...]  # the media that the indices refer to
@@ -214,9 +211,8 @@ class ParsedRecord:
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
     """A video made of checked images of one size, else ``unequal_frames`` is raised, each with its name in the store.
-
-    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
-    """
+    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override
+    ``fps``."""
     width, height = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):
         if (file.width, file.height) != (width, height):
@@ -240,15 +236,13 @@ def parse_record(
     kto_label: str | None = None,
     missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
-    """Reads one record.
+    """Reads one record. Raises SampleRejected: with most of the reasons that docs/convert.md lists, those of files
+    aside.
 
     Args:
         value: the parsed JSON.
         layout: the name of one rejects all others; ``auto`` detects it. It and the others as in
             `energon_packing.convert.config.ConvertConfig`.
-
-    Raises:
-        SampleRejected: with most of the reasons that docs/convert.md lists, those of files aside.
     """
     expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
@@ -315,10 +309,8 @@ def _check_taught(turns: list[Turn], answers: list[list[Turn]]) -> list[str]:
 
 def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS) -> ParsedRecord:
     """Reads a conversation that a reader made; its media are named as records name them, and their sizes are not used.
-
     ``frame_fps`` is the rate of lists of frames that have none. Raises SampleRejected: ``empty_turn``,
-    ``nothing_to_learn``, and the reasons of `Conversation.from_record`.
-    """
+    ``nothing_to_learn``, and the reasons of `Conversation.from_record`."""
     try:
         record, media = made.to_record(), [{"kind": each.kind, "name": "file"} for each in made.media]
     except (AttributeError, TypeError, ValueError, RecursionError) as error:

@@ -117,11 +117,9 @@ def _rows_at_once(data: memoryview, group: Any) -> int:
 
 
 class _Table:
-    """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches.
-
-    ``parts`` are the rows and bytes of each. A damaged file raises one of `_DAMAGE`: Arrow believes every offset
-    of a file, so a batch is validated before anything looks at its values.
-    """
+    """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches. ``parts`` are the
+    rows and bytes of each. A damaged file raises one of `_DAMAGE`: Arrow believes every offset of a file, so a batch is
+    validated before anything looks at its values."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -257,12 +255,9 @@ def _records(chunk: Chunk, first: int, batch: Any, max_record_bytes: int) -> Ite
 
 
 def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:
-    """The rows of a batch, as JSON would hold them, and the warnings of each.
-
-    A struct has the fields of all rows, so a null in it stands for a field that this row lacks (`_present`). A column
-    that Python cannot express, such as a date after the year 9999, is its text. Raises ValueError, OverflowError: a
-    column has neither, or the file is damaged.
-    """
+    """The rows of a batch, as JSON would hold them, and the warnings of each. A struct has the fields of all rows, so a
+    null in it stands for a field that this row lacks (`_present`). A column that Python cannot express, such as a date
+    after the year 9999, is its text. Raises ValueError, OverflowError: a column has neither, or the file is damaged."""
     rows: list[Any]
     try:
         rows = batch.to_pylist()
@@ -308,12 +303,10 @@ def _is_json(kind: Any) -> bool:
 
 
 def _present(kind: Any, free: bool, noted: list[str]) -> Callable[[Any], Any] | None:
-    """What turns a value of an Arrow type into JSON's; None if nothing does.
-
-    It leaves fields of structs out that are null: Arrow gives a struct the fields of all rows, so that the call
-    ``{"x": 1}`` beside ``{"city": "Rome"}`` is ``{"x": 1, "city": null}``. Nulls in lists and in JSON text stay.
-    ``noted`` grows when a null is dropped in a field of `_FREE`, of which a ``free`` value is part.
-    """
+    """What turns a value of an Arrow type into JSON's; None if nothing does. It leaves fields of structs out that are
+    null: Arrow gives a struct the fields of all rows, so that the call ``{"x": 1}`` beside ``{"city": "Rome"}`` is
+    ``{"x": 1, "city": null}``. Nulls in lists and in JSON text stay. ``noted`` grows when a null is dropped in a field
+    of `_FREE`, of which a ``free`` value is part."""
     from pyarrow import types
 
     if _is_json(kind):

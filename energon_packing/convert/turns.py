@@ -17,11 +17,9 @@ from energon_packing.errors import SampleRejected
 
 
 def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    """The ``tools`` column: a list, one definition, or either as JSON text.
-
-    A bare definition (``{"name", "parameters", ...}``) is wrapped as ``{"type": "function", "function": ...}``, the
-    form that chat templates expect. None if there are no tools; raises ``bad_tools``.
-    """
+    """The ``tools`` column: a list, one definition, or either as JSON text. A bare definition (``{"name", "parameters",
+    ...}``) is wrapped as ``{"type": "function", "function": ...}``, the form that chat templates expect. None if there
+    are no tools; raises ``bad_tools``."""
     if isinstance(value, str):
         value = _parsed(value, "bad_tools", "the tools column is") if value.strip() else None
     if says_nothing(value):
@@ -96,11 +94,9 @@ _PLACEHOLDER = re.compile(r"<(image|video)>")
 
 
 def read_content(content: Any, number: int, media: RecordMedia, column: str) -> tuple[Part, ...]:
-    """Text and media in reading order; text is kept verbatim, adjacent texts are joined.
-
-    ``media`` receives the media that the content names, and the fields that nothing reads, which ``column`` precedes
-    (``messages[].content``). Raises ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
-    """
+    """Text and media in reading order; text is kept verbatim, adjacent texts are joined. ``media`` receives the media
+    that the content names, and the fields that nothing reads, which ``column`` precedes (``messages[].content``).
+    Raises ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``."""
     if type(content) is str and "<image>" not in content and "<video>" not in content:
         return (content,) if content else ()
     pieces: list[Part] = []
@@ -212,16 +208,14 @@ _CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS
 def read_turns(
     messages: list[Any], fields: tuple[str, str], media: RecordMedia, warnings: list[str], column: str
 ) -> list[Turn]:
-    """The turns of a list of messages, which a column holds.
+    """The turns of a list of messages, which a column holds. Raises SampleRejected: ``unknown_role``, ``empty_turn``,
+    ``non_string_value``, ``bad_tool_call``, ``bad_weight``, ``unsupported_weight``, ``unsupported_field``,
+    ``conflicting_thinking``, ``unknown_part``, ``bad_frames``.
 
     Args:
         fields: names of the fields that hold the role and the content of a message.
         media: of the record; receives the media that the turns name and the fields that nothing reads.
         warnings: receives ``empty_system_turn_kept`` for every system turn without text.
-
-    Raises:
-        SampleRejected: ``unknown_role``, ``empty_turn``, ``non_string_value``, ``bad_tool_call``, ``bad_weight``,
-            ``unsupported_weight``, ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``bad_frames``.
     """
     role_field, content_field = fields
     turns: list[Turn] = []

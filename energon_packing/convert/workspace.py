@@ -101,12 +101,10 @@ def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> di
 
 @contextmanager
 def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator[Path]:
-    """A directory to build in, locked against a second conversion to the same place.
-
-    The leftovers of an interrupted conversion are deleted. The journal of checked media is kept if `resume` is set and
-    the options are the same, because checking media takes the most time. Yields the directory to build in, empty, next
-    to the journal. Raises UserError: another conversion is running there, or the directory cannot be written.
-    """
+    """A directory to build in, locked against a second conversion to the same place. The leftovers of an interrupted
+    conversion are deleted. The journal of checked media is kept if `resume` is set and the options are the same,
+    because checking media takes the most time. Yields the directory to build in, empty, next to the journal. Raises
+    UserError: another conversion is running there, or the directory cannot be written."""
     partial = partial_directory(config.out)
     with ExitStack() as stack:
         with said_of_system(f"--out {config.out} cannot be written"):
@@ -173,10 +171,8 @@ def _clear(partial: Path, *, keep_journal: bool) -> None:
 
 def publish(build: Path, out: Path) -> None:
     """Moves the finished directory to its place in one step, and removes the previous content and the workspace.
-
     Previous content is moved away first. A kill in between leaves it in the workspace, from where `workspace` brings it
-    back.
-    """
+    back."""
     partial = build.parent
     old = partial / _REPLACED
     try:

@@ -153,19 +153,17 @@ def _prepare(out: Path, folder: Path, request: dict[str, Any]) -> bool:
 
 
 def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
-    """Writes media that are wrong on purpose below `folder`, and returns the records that are.
+    """Writes media that are wrong on purpose below `folder`, and returns the records that are. Returns for each ``id``
+    (None for a line that is not JSON), the ``source``, ``stage`` (``convert``: the file or its media are wrong;
+    ``measure``: the sample is too long to be packed), ``outcome`` (``rejected``: never becomes a sample; ``warned``:
+    becomes one, under another key; ``dropped``: no pack of 4096 tokens can hold it), ``reason``: the word under which
+    the project counts it, ``what`` is wrong for a reader, and the ``record``: the JSON object, or the text of a line
+    that does not parse.
 
     Args:
         folder: where the conversation files go; one image is written next to it, where no record may look.
         rng: decides what the images and the video show.
         twin: the ``id`` of a valid record, which one of the defects reuses.
-
-    Returns:
-        For each ``id`` (None for a line that is not JSON), the ``source``, ``stage`` (``convert``: the file or its
-        media are wrong; ``measure``: the sample is too long to be packed), ``outcome`` (``rejected``: never becomes a
-        sample; ``warned``: becomes one, under another key; ``dropped``: no pack of 4096 tokens can hold it),
-        ``reason``: the word under which the project counts it, ``what`` is wrong for a reader, and the ``record``: the
-        JSON object, or the text of a line that does not parse.
     """
     media = folder / "broken"
     media.mkdir(parents=True)

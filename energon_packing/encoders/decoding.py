@@ -50,17 +50,12 @@ HasMedia = Measured | MediaToDecode
 def visual_inputs(
     config: EncoderConfig, resizer: Resizer, own: VisionFamily, measured: HasMedia, read: Callable[[str], bytes]
 ) -> dict[str, Any]:
-    """Decodes the media of a sample and makes the model's inputs of them.
+    """Decodes the media of a sample and makes the model's inputs of them. Returns ``visual_inputs`` (name -> tensor),
+    and ``pixel_forms`` if some of them are bytes: fields of a row. Raises SampleRejected: as for `decode_media`.
 
     Args:
         resizer: has the families with the limits of single samples.
         own: the run's family; other limits only change sizes, so its ``pixel_forms`` hold for all samples.
-
-    Returns:
-        ``visual_inputs`` (name -> tensor), and ``pixel_forms`` if some of them are bytes: fields of a row.
-
-    Raises:
-        SampleRejected: as for `decode_media`.
     """
     family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
@@ -89,15 +84,9 @@ def as_configured(
 def decode_media(
     measured: HasMedia, read: Callable[[str], bytes], config: EncoderConfig, family: VisionFamily
 ) -> list[torch.Tensor]:
-    """Decodes the media of a sample; of a video, only the planned frames.
-
-    Returns:
-        uint8 ``[3, H, W]`` of an image and ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``. With
-        ``jpeg_scaled_decoding``, images already have the size that the family's processor gives them.
-
-    Raises:
-        SampleRejected: as for `ConversationEncoder.render`.
-    """
+    """Decodes the media of a sample; of a video, only the planned frames. Returns uint8 ``[3, H, W]`` of an image and
+    ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``. With ``jpeg_scaled_decoding``, images already
+    have the size that the family's processor gives them. Raises SampleRejected: as for `ConversationEncoder.render`."""
     limit = config.decode_seconds
     deadline = None if limit is None else time.monotonic() + limit
     decoded: list[torch.Tensor] = []

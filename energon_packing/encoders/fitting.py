@@ -205,13 +205,11 @@ def count(what: str, segments: Sequence[Measured]) -> int:
 def fit(
     answers: Sequence[Conversation], measure: Measure, resizer: Resizer, bounds: Bounds, choose: Choose | None
 ) -> list[Measured]:
-    """Measures a conversation, or both answers of a pair, and if needed changes it to fit all limits together.
-
-    Both answers of a pair get the same media settings. All media are in the common beginning, so each counts twice.
+    """Measures a conversation, or both answers of a pair, and if needed changes it to fit all limits together. Both
+    answers of a pair get the same media settings. All media are in the common beginning, so each counts twice.
     ``choose`` is None for a pair, which is never truncated. Raises SampleRejected: ``too_many_images``,
     ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or ``oversize`` if no allowed action helps;
-    whatever ``measure`` raises; ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
-    """
+    whatever ``measure`` raises; ConfigError: the sample is over a limit and ``when_over`` contains ``raise``."""
     measured = [measure(answer, ()) for answer in answers]
     if bounds.excess(*measured) is None:
         return measured
@@ -265,14 +263,11 @@ def resized(
 def truncated(
     conversation: Conversation, measured: Measured, measure: Measure, bounds: Bounds, choose: Choose
 ) -> Measured | None:
-    """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits.
-
-    It is rendered as a conversation of its own, but of the turns that the whole record trains, it trains those that are
+    """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits. It
+    is rendered as a conversation of its own, but of the turns that the whole record trains, it trains those that are
     left. Lengths are searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
-
     The result is None if not even the first answer fits, or if no target is left. Extras describe the trained answers
-    of the whole record, so a sample that has any is cut only after the last of these answers, or not at all.
-    """
+    of the whole record, so a sample that has any is cut only after the last of these answers, or not at all."""
     chosen = choose(conversation)
     described = any(name != PREFERENCE or value for name, value in measured.extras.items())
     needed = 1 + (max(chosen) if described else min(chosen))

@@ -26,13 +26,10 @@ TYPES = "mm_token_type_ids"
 
 
 def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = ()) -> list[Mapping[str, Any]]:
-    """Returns the rows in a form that can be joined; the given ones are not changed.
-
-    Images that a row names under `PADDED_MEDIA` become ``[bytes]``, one image after another, if their form has sizes;
-    numbers are padded with zeros below and to the right. Videos become images if
-    the model needs that (`videos_as_images`). A row without one of the pack's ``fields`` (of text, of another encoder,
-    or a filler) gets the value of padding.
-    """
+    """Returns the rows in a form that can be joined; the given ones are not changed. Images that a row names under
+    `PADDED_MEDIA` become ``[bytes]``, one image after another, if their form has sizes; numbers are padded with zeros
+    below and to the right. Videos become images if the model needs that (`videos_as_images`). A row without one of the
+    pack's ``fields`` (of text, of another encoder, or a filler) gets the value of padding."""
     filled = [
         {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}
         for row in rows
@@ -61,13 +58,12 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
 
 def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the rows of one pack; if they contain images and videos and set `SHARED_PLACEHOLDER`, with images only.
-
     This is for models that use one token for both: GLM-4.1V and GLM-4.5V. ``Glm4vModel.get_placeholder_mask``
     (transformers 5, which Megatron-Bridge's model calls too) treats every placeholder of a row as an image when it
     places images, and as a video when it places videos, and refuses a row that contains both. To the model a video is a
     series of time steps, each an image: ``get_video_features`` and ``get_rope_index`` first cut it into grids ``(1,
-    height, width)``. Passed as those images, in the order of their tokens, it yields the same features and positions.
-    """
+    height, width)``. Passed as those images, in the order of their tokens, it yields the same features and
+    positions."""
     named = {name for row in rows if row.get(SHARED_PLACEHOLDER) for name in row.get("visual_inputs") or {}}
     if not {"pixel_values", "pixel_values_videos"} <= named:
         return list(rows)

@@ -47,15 +47,13 @@ def split(
     turns: Sequence[Turn],
     turn_end: Callable[[int], int | None],
 ) -> list[Measured]:
-    """Returns the pieces, each of which fits a pack; a sample that fits is returned as the only piece.
+    """Returns the pieces, each of which fits a pack; a sample that fits is returned as the only piece. Raises
+    SampleRejected: ``oversize`` if a single image, video or character fits no pack.
 
     Args:
         offsets: int64 ``[n, 2]``, characters ``[start, end)`` of each token of `Measured.token_ids`.
         media: characters ``[start, end)`` of each image and video in conversation order, including its frame.
         turn_end: maps ``n`` to the characters that the first ``n`` turns take; None if the template does not tell.
-
-    Raises:
-        SampleRejected: ``oversize`` if a single image, video or character fits no pack.
     """
     sizes = _Sizes.of(measured)
     cuts = _allowed_cuts(offsets, media)

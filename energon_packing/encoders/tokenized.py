@@ -42,11 +42,9 @@ class TokenizedText:
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
         """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
-
         For a character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the
         first, so a span that ends with one would lose the others: it is asked where the character after the span
-        begins.
-        """
+        begins."""
         first = self._encoding.char_to_token(start) if start < end else None
         behind = self._encoding.char_to_token(end) if end < len(self._text) else len(self.ids) - 1
         if first is None or behind is None or behind < first:
@@ -104,14 +102,12 @@ class ByteText(TokenizedText):
 
 
 class SpecialTexts:
-    """What becomes of special tokens that a record's texts contain, see ``encoder.special_tokens_in_text``.
-
-    For ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
+    """What becomes of special tokens that a record's texts contain, see ``encoder.special_tokens_in_text``. For
+    ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
     ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
     special tokens, so that the record's are text to it, and every character stays where it is. Thinking tags do not
     count, which records have as marks. Raises ConfigError: for ``text``, if the tokenizer cannot write a special token
-    as ordinary text.
-    """
+    as ordinary text."""
 
     def __init__(self, tokenizer: Any, choice: SpecialTokensInText) -> None:
         self._choice = choice
@@ -224,11 +220,9 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class TextTokenizer:
-    """Makes `TokenizedText`; ``specials`` tokenizes texts of records whose special tokens are text.
-
-    Padding, truncation and ``split_special_tokens`` are switched off whenever they are on: they may have been saved
-    with the tokenizer, and a processor that is also used elsewhere may switch them on at any call.
-    """
+    """Makes `TokenizedText`; ``specials`` tokenizes texts of records whose special tokens are text. Padding, truncation
+    and ``split_special_tokens`` are switched off whenever they are on: they may have been saved with the tokenizer, and
+    a processor that is also used elsewhere may switch them on at any call."""
 
     def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
         self._backend, self._specials = backend, specials
@@ -304,13 +298,10 @@ _LOSSLESS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
 
 def byte_lengths(backend: Any) -> np.ndarray | None:
     """Returns the number of text bytes that each token of a byte-level vocabulary represents, int32 ``[largest id +
-    1]``.
-
-    Their cumulative sum locates every token, for a fraction of the time that the tokenizers library needs to record the
-    characters of every token. This holds for lossless byte-level BPE (GPT-2's, which Qwen, InternVL 3 and DeepSeek
-    use); for any other tokenizer the result is None. If the normalizer changes a text (only NFC is accepted) or the
-    post-processor adds tokens, text and tokens differ in bytes: compare the two for every text.
-    """
+    1]``. Their cumulative sum locates every token, for a fraction of the time that the tokenizers library needs to
+    record the characters of every token. This holds for lossless byte-level BPE (GPT-2's, which Qwen, InternVL 3 and
+    DeepSeek use); for any other tokenizer the result is None. If the normalizer changes a text (only NFC is accepted)
+    or the post-processor adds tokens, text and tokens differ in bytes: compare the two for every text."""
     from tokenizers import models, pre_tokenizers
 
     model, added = backend.model, backend.get_added_tokens_decoder()

@@ -25,9 +25,7 @@ HINT = "put the font file beside the processor's files, or set draw_on_frames to
 
 def missing_font(folder: str) -> str:
     """Returns which font is missing beside a processor's files; empty if none is, or if it is no directory.
-
-    transformers 5.12 loads the font with the processor, and of a missing one it says only that None cannot be read.
-    """
+    transformers 5.12 loads the font with the processor, and of a missing one it says only that None cannot be read."""
     for name in ("processor_config.json", "video_preprocessor_config.json"):
         try:
             found = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
@@ -41,14 +39,11 @@ def missing_font(folder: str) -> str:
 
 
 class Ernie45VL(Qwen25VL):
-    """Geometry of ``Ernie4_5_VLMoeImageProcessor`` and ``Ernie4_5_VLMoeVideoProcessor`` (transformers 5).
-
-    Resizing is that of Qwen2-VL. Patches have no temporal axis: a frame is a step of the grid, and the model joins two
-    frames to a token, so that a video of an odd number of frames repeats its last one. The video processor draws on
-    each frame the time at which it is shown, with a font from beside the processor.
-
-    The processor samples every frame up to its ``max_frames`` unless it, or ``encoder.video_fps``, sets a rate.
-    """
+    """Geometry of ``Ernie4_5_VLMoeImageProcessor`` and ``Ernie4_5_VLMoeVideoProcessor`` (transformers 5). Resizing is
+    that of Qwen2-VL. Patches have no temporal axis: a frame is a step of the grid, and the model joins two frames to a
+    token, so that a video of an odd number of frames repeats its last one. The video processor draws on each frame the
+    time at which it is shown, with a font from beside the processor. The processor samples every frame up to its
+    ``max_frames`` unless it, or ``encoder.video_fps``, sets a rate."""
 
     name = "ernie4_5_vl"
     takes_seconds = False
@@ -112,10 +107,8 @@ class Ernie45VL(Qwen25VL):
         return [(steps, plan.grid[1], plan.grid[2], 1)]
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns what the model counts positions by, and what it chooses experts by; both ``[L]``.
-
-        In ``moe_mm_token_type_ids`` the tokens before and after an image or video have its type, too.
-        """
+        """Returns what the model counts positions by, and what it chooses experts by; both ``[L]``. In
+        ``moe_mm_token_type_ids`` the tokens before and after an image or video have its type, too."""
         kinds = self.visual_kinds(input_ids)
         experts = kinds.copy()
         for kind, ids in self._edge_ids.items():

@@ -17,15 +17,11 @@ SIGLIP_PATCH = 14
 
 
 class Gemma3(VisionFamily):
-    """Geometry of ``Gemma3Processor`` and ``Gemma3ImageProcessor`` (transformers 5).
-
-    Every image is resized to one square of ``image_seq_length`` tokens. With ``encoder.pan_and_scan`` an image whose
-    side ratio is at least ``pan_and_scan_min_ratio_to_activate`` is followed by crops of it, each a square of its own
-    between words that the processor writes.
-
-    The processor passes its own defaults for these settings to the image processor, and they override those of
-    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on.
-    """
+    """Geometry of ``Gemma3Processor`` and ``Gemma3ImageProcessor`` (transformers 5). Every image is resized to one
+    square of ``image_seq_length`` tokens. With ``encoder.pan_and_scan`` an image whose side ratio is at least
+    ``pan_and_scan_min_ratio_to_activate`` is followed by crops of it, each a square of its own between words that the
+    processor writes. The processor passes its own defaults for these settings to the image processor, and they override
+    those of ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on."""
 
     name = "gemma3"
     processor_classes = ("Gemma3Processor",)

@@ -79,10 +79,8 @@ def chosen_frames(
     media: Media, config: EncoderConfig, by_processor: Callable[[], tuple[int, ...]], *, most: int | None = None
 ) -> tuple[int, ...]:
     """Returns the indices of the frames that represent a video: all of a list of images, else the processor's choice.
-
     The author of such a list has already sampled it, and the processors use every frame of it. A list of more than
-    ``most`` frames (by default ``video_max_frames``) is thinned out evenly and keeps its first and last one.
-    """
+    ``most`` frames (by default ``video_max_frames``) is thinned out evenly and keeps its first and last one."""
     count, most = len(media.frame_names), config.video_max_frames if most is None else most
     if not count:
         return by_processor()
@@ -165,10 +163,9 @@ def check_tiles(tiles: Any, where: str) -> None:
 
 
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
-    """Refuses grid resolutions ``[[height, width], ...]`` that are missing, malformed, too many or too large.
-
-    Each image is compared with all of them, and padded to the one that is chosen for it. Raises ConfigError: the list
-    is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them, or one of them exceeds
+    """Refuses grid resolutions ``[[height, width], ...]`` that are missing, malformed, too many or too large. Each
+    image is compared with all of them, and padded to the one that is chosen for it. Raises ConfigError: the list is
+    empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them, or one of them exceeds
     ``most_pixels`` (``encoder.max_source_pixels``)."""
     where = "image_grid_pinpoints of the image processor"
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
@@ -191,9 +188,7 @@ def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
 
 def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
     """Replaces the pixel limits of an image or video processor, so that geometry and pixels follow the same numbers.
-
-    Its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels; None keeps the processor's.
-    """
+    Its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels; None keeps the processor's."""
     if smallest is None and largest is None:
         return
     size = processor.size
@@ -216,11 +211,10 @@ def rope_positions(
     grids: Sequence[tuple[int, int, int, float | np.float32]],
     merge: int,
 ) -> np.ndarray:
-    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width.
-
-    A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has ``p
-    + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a
-    run and its grid differ in their number of tokens, or there are more of one than of the other.
+    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width. A text token has the same
+    position on all three axes. A visual token in a run that starts at position ``p`` has ``p + (time, row, column)``,
+    and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a run and its grid differ in
+    their number of tokens, or there are more of one than of the other.
 
     Args:
         input_ids: expanded token ids ``[L]``.

@@ -14,12 +14,10 @@ from energon_packing.thd.fields import TokenField
 
 
 class Glm4v(TimeSteps):
-    """Geometry of ``Glm4vImageProcessor`` and ``Glm4vVideoProcessor`` (transformers 5).
-
-    The pixel limits apply to height times width times frames; an image counts as two frames because it is repeated. A
-    time step of a video is written as an image, so only the tokens around the whole video distinguish the two.
-    ``mm_token_type_ids`` follow from those tokens, and the model derives positions from ``mm_token_type_ids``.
-    """
+    """Geometry of ``Glm4vImageProcessor`` and ``Glm4vVideoProcessor`` (transformers 5). The pixel limits apply to
+    height times width times frames; an image counts as two frames because it is repeated. A time step of a video is
+    written as an image, so only the tokens around the whole video distinguish the two. ``mm_token_type_ids`` follow
+    from those tokens, and the model derives positions from ``mm_token_type_ids``."""
 
     name = "glm4v"
     processor_classes = ("Glm4vProcessor",)
@@ -57,11 +55,9 @@ class Glm4v(TimeSteps):
         return rows // patch, columns // patch
 
     def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
-        """Returns the frames that the video processor samples from a clip; an odd number repeats the last one.
-
-        The processor has no maximum number of frames. If there are more than ``encoder.video_max_frames``, that many,
-        rounded down to whole time steps, are chosen evenly from them.
-        """
+        """Returns the frames that the video processor samples from a clip; an odd number repeats the last one. The
+        processor has no maximum number of frames. If there are more than ``encoder.video_max_frames``, that many,
+        rounded down to whole time steps, are chosen evenly from them."""
         # The duration that transformers' video readers report, of the exact rate; without it the processor rounds up to
         # whole seconds.
         indices = tuple(sampled_frames(self.videos, total, fps, duration=float(total / fps), fps=self.video_fps))

@@ -21,12 +21,10 @@ TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 
 
 class HuggingFace(VisionFamily):
-    """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5).
-
-    Chosen by name only. When the family is built, the counts that the processor reports are compared with its output on
-    a few blank images. The processor is refused if the two differ, if an image is not one uninterrupted run of tokens,
-    if a second image changes the first, or if images of several sizes make tensors that cannot be joined.
-    """
+    """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5). Chosen by name
+    only. When the family is built, the counts that the processor reports are compared with its output on a few blank
+    images. The processor is refused if the two differ, if an image is not one uninterrupted run of tokens, if a second
+    image changes the first, or if images of several sizes make tensors that cannot be joined."""
 
     name = "huggingface"
     mrope = False

@@ -27,13 +27,11 @@ DEFAULT_VIDEO_FRAMES = 8
 
 
 class InternVL(VisionFamily):
-    """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5).
-
-    An image is resized to the grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to
-    its own. A grid of several tiles is followed by a thumbnail of the whole image. Every tile costs
-    ``image_seq_length`` tokens. ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become
-    the minimum and maximum number of tiles.
-    """
+    """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5). An image is resized to the
+    grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to its own. A grid of several
+    tiles is followed by a thumbnail of the whole image. Every tile costs ``image_seq_length`` tokens.
+    ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become the minimum and maximum number
+    of tiles."""
 
     name = "internvl"
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
@@ -131,11 +129,9 @@ class InternVL(VisionFamily):
 
     def _bytes(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
         """Makes the tiles of a sample as bytes in one tensor; `pixel_forms` compares them with the processor's.
-
         ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them
         and tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is
-        copied to its place.
-        """
+        copied to its place."""
         height, width = int(self.images.size["height"]), int(self.images.size["width"])
         grids = [
             self._grid(image, height, width) if plan.kind == "image" else (len(image), 1)
@@ -169,11 +165,9 @@ class InternVL(VisionFamily):
 
 
 class QianfanVL(InternVL):
-    """Geometry of ``QianfanOCRProcessor`` (transformers 5): InternVL's.
-
-    transformers has no processor for the Qianfan-VL checkpoints themselves, whose code is InternVL's. Use an
-    ``InternVLProcessor`` or a ``QianfanOCRProcessor`` with their tokenizer.
-    """
+    """Geometry of ``QianfanOCRProcessor`` (transformers 5): InternVL's. transformers has no processor for the
+    Qianfan-VL checkpoints themselves, whose code is InternVL's. Use an ``InternVLProcessor`` or a
+    ``QianfanOCRProcessor`` with their tokenizer."""
 
     name = "qianfan_vl"
     processor_classes = ("QianfanOCRProcessor", "InternVLProcessor")

@@ -70,10 +70,8 @@ class Llava(VisionFamily):
         return MediaPlan(kind="image", grid=(1, rows, columns), runs=(tokens,))
 
     def check_area(self, height: int, width: int) -> None:
-        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``, by a ValueError.
-
-        An image one pixel wide becomes huge if it is resized by its short side or padded to a square.
-        """
+        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``, by a ValueError. An image one
+        pixel wide becomes huge if it is resized by its short side or padded to a square."""
         if height * width > self.config.max_source_pixels:
             raise ValueError(
                 f"resizing makes it {width}x{height} pixels, over encoder.max_source_pixels="

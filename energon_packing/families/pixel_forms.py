@@ -27,10 +27,8 @@ PROBE_FRAMES = 3
 
 
 def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | None = None) -> PixelForm | None:
-    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling; see `PixelForm`.
-
-    None if the processor does not rescale and normalise three channels.
-    """
+    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling; see `PixelForm`. None if the
+    processor does not rescale and normalise three channels."""
     if not (getattr(processor, "do_rescale", False) and getattr(processor, "do_normalize", False)):
         return None
     mean, deviation = processor.image_mean, processor.image_std

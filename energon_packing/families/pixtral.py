@@ -16,14 +16,11 @@ from energon_packing.thd.pixels import PixelForm
 
 
 class Pixtral(VisionFamily):
-    """Geometry of ``PixtralProcessor`` and ``PixtralImageProcessor`` (transformers 5).
-
-    An image whose longer side exceeds ``longest_edge`` is scaled down, and both sides are rounded up to whole tokens of
-    ``patch_size * spatial_merge_size`` pixels. A break token ends each row of tokens, and an end token the last one.
-    Neither is trained, and the vision encoder has no feature for them.
-
-    ``encoder.max_pixels`` sets ``longest_edge`` to the side of the largest square of whole tokens that it allows.
-    """
+    """Geometry of ``PixtralProcessor`` and ``PixtralImageProcessor`` (transformers 5). An image whose longer side
+    exceeds ``longest_edge`` is scaled down, and both sides are rounded up to whole tokens of ``patch_size *
+    spatial_merge_size`` pixels. A break token ends each row of tokens, and an end token the last one. Neither is
+    trained, and the vision encoder has no feature for them. ``encoder.max_pixels`` sets ``longest_edge`` to the side of
+    the largest square of whole tokens that it allows."""
 
     name = "pixtral"
     processor_classes = ("PixtralProcessor",)
@@ -84,10 +81,8 @@ class Pixtral(VisionFamily):
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``, or ``[bytes]`` if ``raw``, and ``image_sizes`` ``[images,
-        2]`` (height, width without padding).
-
-        Numbers are padded below and to the right to the largest of the sample; the models cut the padding off.
-        """
+        2]`` (height, width without padding). Numbers are padded below and to the right to the largest of the sample;
+        the models cut the padding off."""
         form: dict[str, Any] = {"patch_size": self.side, "input_data_format": "channels_first"}
         if raw:  # each for itself: one call pads all to the largest
             each = [ask(self.images, raw, images=[image], **form) for image in media]

@@ -12,10 +12,8 @@ from energon_packing.families.qwen_vl import TimeSteps
 
 
 class Qwen3VL(TimeSteps):
-    """Geometry of ``Qwen2VLImageProcessor`` (patch 16) and ``Qwen3VLVideoProcessor`` (transformers 5).
-
-    The pixel limits of a video apply to the whole clip, so more frames mean smaller ones.
-    """
+    """Geometry of ``Qwen2VLImageProcessor`` (patch 16) and ``Qwen3VLVideoProcessor`` (transformers 5). The pixel limits
+    of a video apply to the whole clip, so more frames mean smaller ones."""
 
     name = "qwen3_vl"
     processor_classes = ("Qwen3VLProcessor",)
@@ -36,9 +34,7 @@ class Qwen3VL(TimeSteps):
 
     def _takes_the_frame(self, whole: str) -> bool:
         """Whether the processor replaces ``<|vision_start|><|video_pad|><|vision_end|>`` or only ``<|video_pad|>``.
-
-        Releases of transformers differ here, by two tokens per video. Checked once, with the smallest clip.
-        """
+        Releases of transformers differ here, by two tokens per video. Checked once, with the smallest clip."""
         side = self.videos.patch_size * self.videos.merge_size
         clip = torch.zeros((self.videos.temporal_patch_size, 3, side, side), dtype=torch.uint8)
         metadata = {"total_num_frames": len(clip), "fps": 1.0, "frames_indices": list(range(len(clip)))}
@@ -72,12 +68,10 @@ class Qwen3VL(TimeSteps):
 
 
 class Qwen35VL(Qwen3VL):
-    """Geometry of ``Qwen3VLProcessor``, which transformers 5 loads for the model types qwen3_5 and qwen3_5_moe.
-
-    The processor's class says Qwen3-VL, so ``auto`` chooses that family, which makes the same rows. Choose this one by
-    name to see it in fingerprints and messages. Positions are those of ``Qwen3_5Model.get_rope_index``; a test checks
-    that they equal Qwen3-VL's.
-    """
+    """Geometry of ``Qwen3VLProcessor``, which transformers 5 loads for the model types qwen3_5 and qwen3_5_moe. The
+    processor's class says Qwen3-VL, so ``auto`` chooses that family, which makes the same rows. Choose this one by name
+    to see it in fingerprints and messages. Positions are those of ``Qwen3_5Model.get_rope_index``; a test checks that
+    they equal Qwen3-VL's."""
 
     name = "qwen3_5_vl"
     processor_classes = by_name_only = ("Qwen3VLProcessor",)

@@ -70,9 +70,7 @@ def load_processor(config: EncoderConfig) -> Any:
 
 def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
     """Returns the tokens, as text, at which generation stops, from the generation configuration next to a processor.
-
-    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer marks as an end (``<|observation|>``, ``<|tool_response>``).
-    """
+    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer marks as an end (``<|observation|>``, ``<|tool_response>``)."""
     if not config.processor:
         return ()
     from transformers import GenerationConfig

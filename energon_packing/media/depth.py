@@ -73,14 +73,9 @@ def is_transparent(image: Image.Image) -> bool:
 
 
 def to_rgb(image: Image.Image, grey: GreyRange | None, *, on_white: bool = True) -> Image.Image:
-    """Returns a decoded image of any mode, or a part of it, as RGB, by the `grey_range` of the opened file.
-
-    If ``on_white`` is false, the alpha of transparent pixels is dropped.
-
-    Raises:
-        SampleRejected: ``unsupported_depth`` for float samples outside 0 to 1.
-        ValueError: Pillow cannot convert the mode to RGB.
-    """
+    """Returns a decoded image of any mode, or a part of it, as RGB, by the `grey_range` of the opened file. If
+    ``on_white`` is false, the alpha of transparent pixels is dropped. Raises SampleRejected: ``unsupported_depth`` for
+    float samples outside 0 to 1; ValueError: Pillow cannot convert the mode to RGB."""
     if grey is not None:
         import numpy as np  # here, because commands that only read headers need no arrays
 

@@ -38,10 +38,8 @@ def decode_scaled_image(
     data: bytes, least: Sides | None, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True
 ) -> ScaledImage:
     """Decodes an image as `decode_image` does; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is at
-    least ``least`` (height, width as displayed), the size of the whole image unless that is None.
-
-    libjpeg then computes fewer values of each block of 8x8 pixels. Limits hold for the whole image.
-    """
+    least ``least`` (height, width as displayed), the size of the whole image unless that is None. libjpeg then computes
+    fewer values of each block of 8x8 pixels. Limits hold for the whole image."""
     whole = None
     try:
         with pillow_pixel_limit(max_pixels), warnings.catch_warnings():
@@ -71,22 +69,16 @@ def decode_scaled_image(
 
 
 def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
-    """Decodes an encoded image.
-
-    EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an animation, the first frame is
-    decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth` describes.
+    """Decodes an encoded image. EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an
+    animation, the first frame is decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth`
+    describes. Returns uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for
+    resizing. Raises SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large``
+    above a limit, ``unsupported_depth`` for samples without a defined black and white.
 
     Args:
         max_pixels: an image with more is refused from its header, before any pixel is decoded.
         max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
         on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
-
-    Returns:
-        uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for resizing.
-
-    Raises:
-        SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large`` above a limit,
-            ``unsupported_depth`` for samples without a defined black and white.
     """
     return decode_scaled_image(data, None, max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white).pixels
 
@@ -106,13 +98,9 @@ def _scale(image: Image.Image, least: Sides) -> tuple[int, int] | None:
 
 def decode_jpeg(data: bytes, image: Image.Image) -> torch.Tensor | None:
     """Decodes an upright JPEG file of three components with torchvision, a quarter faster than Pillow, to its pixels.
-
     Both call libjpeg-turbo; torchvision writes to the tensor itself. They may ship different versions of the library,
-    so the two are compared on a probe once in each process.
-
-    Returns:
-        uint8 ``[3, H, W]``, a view of rows of pixels; None if Pillow has to decode it, or to say what is wrong with it.
-    """
+    so the two are compared on a probe once in each process. Returns uint8 ``[3, H, W]``, a view of rows of pixels; None
+    if Pillow has to decode it, or to say what is wrong with it."""
     if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         return None
     if (decode := _decoder()) is None:
@@ -150,12 +138,10 @@ def _decoder() -> Callable[[bytes], torch.Tensor] | None:
 
 
 def is_plain(data: bytes) -> bool:
-    """Whether decoding takes a time known from the size: one pass over the data, and no loop that these steer.
-
-    These are PNG files, and JPEG files of one sequential scan. A progressive file may hold thousands of scans, each of
-    which takes as long as the whole picture; so may a sequential one of several scans. Other formats have decoders that
-    are younger, larger or both. False wherever it cannot be told.
-    """
+    """Whether decoding takes a time known from the size: one pass over the data, and no loop that these steer. These
+    are PNG files, and JPEG files of one sequential scan. A progressive file may hold thousands of scans, each of which
+    takes as long as the whole picture; so may a sequential one of several scans. Other formats have decoders that are
+    younger, larger or both. False wherever it cannot be told."""
     if data[:8] == _PNG:
         return True
     layers = 0

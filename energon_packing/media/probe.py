@@ -103,13 +103,9 @@ def pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
 
 def image_info(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
     """Reads the header of an open image and, if ``decode`` is set, decodes all pixels of its (first) frame, which finds
-    damaged files.
-
-    Raises:
-        SampleRejected: ``corrupt_media``, ``media_too_large`` (more than ``max_pixels``, checked before decoding),
-            ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is set).
-        OSError, MemoryError: the file cannot be read; see `is_machines`.
-    """
+    damaged files. Raises SampleRejected: ``corrupt_media``, ``media_too_large`` (more than ``max_pixels``, checked
+    before decoding), ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is
+    set); OSError, MemoryError: the file cannot be read; see `is_machines`."""
     try:
         with pillow_pixel_limit(max_pixels), Image.open(stream, formats=known_formats()) as image:
             _check_pixels(image.width, image.height, max_pixels)
@@ -161,13 +157,10 @@ _SKIPPED = frozenset((0xC4, 0xDD, 0xFE))  # Huffman tables, restart interval, co
 
 def jpeg_info(head: bytes) -> ImageInfo | None:
     """Returns what `image_info` says of a JPEG file of the usual form, from its first bytes, in a tenth of the time.
-
     Pillow keeps every table of a header, and takes a third of the time of hashing the file. Of the usual form are JFIF
     files of 8 bits, grey or with three colours, whose segments are whole. All others (EXIF, colour profiles, four
-    colours, several pictures, damage) are left to Pillow, so that its word is the last one on what is an image.
-
-    None if the file is not of the usual form, or if its first scan begins after ``head``.
-    """
+    colours, several pictures, damage) are left to Pillow, so that its word is the last one on what is an image. None if
+    the file is not of the usual form, or if its first scan begins after ``head``."""
     info: ImageInfo | None = None
     for marker, body in jpeg_segments(head):
         if marker == JPEG_SCAN:
@@ -269,11 +262,9 @@ def size_changes(size: tuple[int, int], frame: Any) -> SampleRejected:
 
 
 def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
-    """Average frames per second; None if there are neither time stamps nor a stated rate.
-
-    Times may be rounded: Matroska's are whole milliseconds, so 24 frames of 24000/1001 a second take exactly one. The
-    stated rate is the right one as long as it would fit as many frames into their time, give or take one.
-    """
+    """Average frames per second; None if there are neither time stamps nor a stated rate. Times may be rounded:
+    Matroska's are whole milliseconds, so 24 frames of 24000/1001 a second take exactly one. The stated rate is the
+    right one as long as it would fit as many frames into their time, give or take one."""
     if count.first is None or count.last is None or (count.frames > 1 and count.first == count.last):
         return stated  # no time stamps, or all frames have the same
     span = count.last - count.first
@@ -317,19 +308,13 @@ def _corners(seconds: memoryview, tolerance: float) -> list[int]:
 
 
 def probe_video(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
-    """Returns size, exact number of frames and average rate of the first video stream of an open file.
-
-    The first frame is always decoded. Frames are counted as packets if container and codec are known to hold one frame
-    per packet and the container's own count, if any, agrees; otherwise, and if ``decode`` is set, by decoding the whole
-    stream, which also finds damage after the first frame.
-
-    Raises:
-        SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
-            ``media_too_large`` (a frame of more than ``max_pixels``, checked before decoding, or more frames of that
-            size than the file's bytes explain), ``decode_timeout``.
-        OSError, MemoryError: the file cannot be read; see `is_machines`.
-        UserError: PyAV is not installed.
-    """
+    """Returns size, exact number of frames and average rate of the first video stream of an open file. The first frame
+    is always decoded. Frames are counted as packets if container and codec are known to hold one frame per packet and
+    the container's own count, if any, agrees; otherwise, and if ``decode`` is set, by decoding the whole stream, which
+    also finds damage after the first frame. Raises SampleRejected: ``corrupt_media`` (no known container, no video
+    stream, truncated, no frame, no time base), ``media_too_large`` (a frame of more than ``max_pixels``, checked before
+    decoding, or more frames of that size than the file's bytes explain), ``decode_timeout``; OSError, MemoryError: the
+    file cannot be read; see `is_machines`; UserError: PyAV is not installed."""
     av = pyav()
     try:
         return _probe_video(stream, max_pixels, decode)
@@ -391,10 +376,8 @@ def video_stream(container: Any) -> Any:
 @contextlib.contextmanager
 def decodable(file: BinaryIO, max_pixels: int, check: Callable[[int, int, int], None]) -> Iterator[tuple[Any, Any]]:
     """Yields the container, opened at its beginning because seeking is not exact in every format, and its video stream.
-
     Its decoder refuses frames far above ``max_pixels`` before it allocates memory for them. ``check`` refuses a size
-    that the container announces: its width, its height and ``max_pixels``.
-    """
+    that the container announces: its width, its height and ``max_pixels``."""
     file.seek(0)
     with open_video(file) as container:
         stream = video_stream(container)
@@ -463,11 +446,9 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
 
 
 def named_size(file: BinaryIO) -> int | None:
-    """Returns the fewest bytes that the file should have, from its outermost header; None if the header does not say.
-
-    A container without a frame count has no other sign that it was cut off. Reads RIFF (AVI) and EBML (Matroska, WebM).
-    Live recordings leave the size open, which also gives None. Moves the file's position.
-    """
+    """Returns the fewest bytes that the file should have, from its outermost header; None if the header does not say. A
+    container without a frame count has no other sign that it was cut off. Reads RIFF (AVI) and EBML (Matroska, WebM).
+    Live recordings leave the size open, which also gives None. Moves the file's position."""
     file.seek(0)
     head = file.read(12)
     if head[:4] == b"RIFF" and head[8:12] == b"AVI ":

@@ -66,16 +66,13 @@ def may_have_runs(container: Any, stream: Any) -> bool:
 
 
 def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> tuple[list[Run], list[Any]] | None:
-    """Finds the packets that the wanted frames need.
+    """Finds the packets that the wanted frames need. Returns the packets to decode, in the order of the stream, and all
+    packets; None if it is not known beforehand that decoding the former gives the frames of a full decode. The first
+    run always holds the first packet, which tells the decoder about the encoder.
 
     Args:
         container: opened, at its beginning; it is read to its end, and nothing is decoded.
         wanted: numbers of frames in display order, ascending, without repetition.
-
-    Returns:
-        The packets to decode, in the order of the stream, and all packets; None if it is not known beforehand that
-        decoding the former gives the frames of a full decode. The first run always holds the first packet, which tells
-        the decoder about the encoder.
     """
     if not may_have_runs(container, stream):
         return None
@@ -210,24 +207,17 @@ class FrameStack:
 def decode_frames(
     data: bytes, indices: Sequence[int], *, max_pixels: int, max_bytes: int | None = None, deadline: float | None = None
 ) -> torch.Tensor:
-    """Decodes the requested frames of a clip, counted in display order.
-
-    Where `packet_runs` knows which packets the frames need, only these are decoded; the times of the frames are
-    checked. Otherwise, or if a check fails, decoding starts at the first frame and stops after the last requested one.
-    Both give the same pixels.
+    """Decodes the requested frames of a clip, counted in display order. Where `packet_runs` knows which packets the
+    frames need, only these are decoded; the times of the frames are checked. Otherwise, or if a check fails, decoding
+    starts at the first frame and stops after the last requested one. Both give the same pixels. Returns uint8
+    ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last). Raises
+    SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
+    ``decode_timeout`` after the deadline; UserError: PyAV is not installed.
 
     Args:
         indices: frame numbers from 0, ascending, at least one; a number may occur twice.
         max_pixels, max_bytes: as for `decode_image`, the latter for all requested frames together.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
-
-    Returns:
-        uint8 ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last).
-
-    Raises:
-        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured, ``media_too_large``,
-            ``decode_timeout`` after the deadline.
-        UserError: PyAV is not installed.
     """
     av = pyav()
     try:

@@ -106,11 +106,9 @@ class CaptionEncoder(Protocol):
 class T5CaptionEncoder:
     """UMT5 (or T5) of transformers, as diffusers' Wan pipelines use it, without their padding. ``path`` is a diffusers
     pipeline (its folders ``text_encoder`` and ``tokenizer`` are taken), or a directory that holds both; directory or
-    hub name.
-
-    Captions are cleaned as in diffusers and Bridge's preparation: repaired by ftfy if it is installed (else a warning),
-    HTML entities resolved twice, white space joined. Raises ConfigError: transformers is missing, or there is no text
-    encoder or tokenizer at ``path``."""
+    hub name. Captions are cleaned as in diffusers and Bridge's preparation: repaired by ftfy if it is installed (else a
+    warning), HTML entities resolved twice, white space joined. Raises ConfigError: transformers is missing, or there is
+    no text encoder or tokenizer at ``path``."""
 
     def __init__(self, path: str, *, device: str = "cpu") -> None:
         self._path, self._device = path, device

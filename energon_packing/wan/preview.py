@@ -15,13 +15,11 @@ from energon_packing.wan.task_encoder import ClipPack
 
 
 def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
-    """Describes one pack as plain values; ``seq_length`` is the row's width in patches, for the fill.
-
-    Returns ``index`` of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows;
-    ``real_patches`` of clips, and ``fill``, their share of the row width; shapes of ``latents`` and ``context``; what
-    was ``dropped`` since the pack before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row),
-    ``patches`` and their ``grid``, ``padding`` up to the next clip, the same of its text, and ``weight``, the sum of
-    the loss mask."""
+    """Describes one pack as plain values; ``seq_length`` is the row's width in patches, for the fill. Returns ``index``
+    of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows; ``real_patches`` of clips, and
+    ``fill``, their share of the row width; shapes of ``latents`` and ``context``; what was ``dropped`` since the pack
+    before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row), ``patches`` and their ``grid``,
+    ``padding`` up to the next clip, the same of its text, and ``weight``, the sum of the loss mask."""
     batch = pack.batch
     clips: list[dict[str, Any]] = []
     start = text_start = 0

@@ -308,12 +308,10 @@ class TensorFile:
 
 
 def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
-    """Reads and checks one open file; ``check_media: full`` checks every value.
-
-    Text embeddings are always read, because their length matters. Raises SampleRejected: ``corrupt_tensor``,
-    ``unknown_tensor_format``, ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite``
-    (values that are NaN or infinite), ``empty_context`` (nothing but zeros).
-    """
+    """Reads and checks one open file; ``check_media: full`` checks every value. Text embeddings are always read,
+    because their length matters. Raises SampleRejected: ``corrupt_tensor``, ``unknown_tensor_format``,
+    ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite`` (values that are NaN or
+    infinite), ``empty_context`` (nothing but zeros)."""
     suffix = Path(path).suffix.lower().lstrip(".")
     info = tensor_info(stream, suffix, NAMES[role])
     shape = _shape(info, role)

@@ -59,12 +59,10 @@ class ParsedVideoRecord:
 
 
 def parse_text_to_video(value: Any) -> ParsedVideoRecord:
-    """Parses one record. An image is a clip of one frame; beside a video or latents it is not read.
-
-    A record with both a video and its latents keeps the latents, with the warning ``video_not_stored``. Raises
-    SampleRejected: ``unknown_layout`` (not an object, or no video, image or latents), ``empty_caption`` (and no
-    embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the video).
-    """
+    """Parses one record. An image is a clip of one frame; beside a video or latents it is not read. A record with both
+    a video and its latents keeps the latents, with the warning ``video_not_stored``. Raises SampleRejected:
+    ``unknown_layout`` (not an object, or no video, image or latents), ``empty_caption`` (and no embeddings),
+    ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the video)."""
     expect(value, dict, "unknown_layout", "the record is", "an object")
     found: dict[str, str | None] = {column: _column(value, column) for column in COLUMNS if column != "image"}
     if still := not (found["video"] or found["latents"]):

@@ -168,13 +168,8 @@ def reference_of(
     entry: Any, kind: MediaKind, where: str, frame_fps: float, rate: Any = None, times: Any = None
 ) -> MediaReference:
     """One image or video: a path or ``{"path": ...}``; for a video also a list of frames or a timed
-    ``{"frames": [...]}``; raises ``non_string_value``, ``bad_frames``.
-
-    Args:
-        where: column or part, for messages.
-        frame_fps: frames per second if no rate is stated.
-        rate, times: of a list of frames, from columns of their own; those of the entry take precedence.
-    """
+    ``{"frames": [...]}``, at ``frame_fps`` if neither it nor the columns of ``rate`` and ``times`` state a rate; raises
+    ``non_string_value``, ``bad_frames``. ``where`` is the column or part, for messages."""
     own = entry if isinstance(entry, dict) else {}
     frames = first_of(own, "frames", "video") if own else entry
     if kind != "video" or not isinstance(frames, list):
@@ -223,12 +218,8 @@ def refuse_own_view(
 ) -> None:
     """Rejects an object that asks for a part of a video, for a size or for frames of its own: it would be shown whole,
     in another size or with other frames, and the answer, its boxes and times, would be about something else. Fields as
-    ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
-
-    Args:
-        value: a record, an entry of a column, or a content part (``is_part``), which ``what`` names.
-        is_frames: whether the video is a list of frames, which is used as it is; its rate says when they are shown.
-    """
+    ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them. ``what`` names the object: a record, an entry of a
+    column, or a content part (``is_part``). A list of frames (``is_frames``) is used as it is, shown at its rate."""
     of_video = _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ()) if kind == "video" and not is_frames else ()
     for name in _SIZES + of_video:
         asked = value.get(name)

@@ -201,13 +201,9 @@ class IndexWriter:
         subflavors: Mapping[str, str] = SUBFLAVORS,
         with_records: bool = False,
     ) -> None:
-        """Completes the index, and writes the splits and the description of the data set.
-
-        Args:
-            shards: shard name -> number of samples, in the order of their numbers; names begin with their split.
-            identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
-            with_records: whether the samples hold records.
-        """
+        """Completes the index, and writes the splits and the description of the data set. ``shards`` (name -> number of
+        samples) are in the order of their numbers; names begin with their split. `index.uuid` is made of ``identity``,
+        16 bytes or more that depend on the content; ``with_records`` says whether the samples hold records."""
         self._flush()
         self._database.execute(
             "INSERT INTO media_filters (strategy, patterns, created_at_utc) VALUES ('EXTENSION', '', ?)", (_NO_TIME,)

@@ -95,13 +95,9 @@ class Picture:
         return image
 
     def save(self, path: Path, width: int, height: int, *, mode: str = "RGB", exif_orientation: int = 1) -> None:
-        """Writes the picture in the format that the suffix names: ``.jpg``, ``.png`` or ``.webp``.
-
-        Args:
-            mode: ``L`` writes shades of grey, ``CMYK`` (JPEG only) the four colours of print.
-            exif_orientation: other than 1, pixels are stored rotated, and the tag tells the viewer how to rotate them
-                back.
-        """
+        """Writes the picture in the format that the suffix names: ``.jpg``, ``.png`` or ``.webp``. The mode ``L`` is
+        shades of grey, ``CMYK`` (JPEG only) the four colours of print. Under an ``exif_orientation`` other than 1,
+        pixels are stored rotated, and the tag tells the viewer how to rotate them back."""
         image = self.render(width, height).convert(mode)
         exif = Image.Exif()
         if exif_orientation != 1:

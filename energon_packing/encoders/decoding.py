@@ -51,12 +51,8 @@ def visual_inputs(
     config: EncoderConfig, resizer: Resizer, own: VisionFamily, measured: HasMedia, read: Callable[[str], bytes]
 ) -> dict[str, Any]:
     """Decodes the media of a sample and makes the model's inputs of them. Returns ``visual_inputs`` (name -> tensor),
-    and ``pixel_forms`` if some of them are bytes: fields of a row. Raises SampleRejected: as for `decode_media`.
-
-    Args:
-        resizer: has the families with the limits of single samples.
-        own: the run's family; other limits only change sizes, so its ``pixel_forms`` hold for all samples.
-    """
+    and ``pixel_forms`` if some of them are bytes: fields of a row. Raises SampleRejected: as for `decode_media`. The
+    run's ``own`` family has the ``pixel_forms`` of all samples; ``resizer`` has the families with their limits."""
     family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
     raw = {"raw": True} if forms else {}

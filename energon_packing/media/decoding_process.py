@@ -245,13 +245,9 @@ class _Child(NamedTuple):
 
 
 class DecodingProcess:
-    """Calls ``work`` in a child process that can be killed.
-
-    Args:
-        work: takes a request, which is pickled, and a function that reads a file by its name. It returns a mapping
-            whose values are tensors, mappings of tensors, or what pickle takes.
-        seconds: wall-clock limit of one call (``encoder.decode_seconds``), reading excluded; None sets none.
-    """
+    """Calls ``work`` in a child process that can be killed. It takes a request, which is pickled, and a function that
+    reads a file by its name, and returns a mapping whose values are tensors, mappings of tensors, or what pickle takes.
+    ``seconds`` is the wall-clock limit of one call (``encoder.decode_seconds``), reading excluded; None sets none."""
 
     def __init__(self, work: Work, seconds: float | None) -> None:
         self._work, self._seconds = work, seconds

@@ -312,7 +312,7 @@ def use_packed_data(
 
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
-    refuses together with that loss; no multi-token prediction, which Bridge does not support over packed rows; the
+    refuses together with that loss; no multi-token prediction (rule ours/no-multi-token-prediction); the
     model's length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and
     objective, the mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples
     and tokens (rule ours/samples-per-step). Everything can be changed afterwards.

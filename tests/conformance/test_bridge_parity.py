@@ -122,29 +122,47 @@ def test_a_layer_with_a_state_gives_each_sample_its_own_results(kind, padding, m
             assert (apart < 1e-7 and changed < 1e-5) if packed else (apart > 1e-4 and changed > 1e-2)
 
 
-def test_several_predicted_tokens_need_padding_that_ends_its_sample(cpu_world, tiny_provider, make_samples):
-    """Megatron-Core shifts their labels at ``cu_seqlens_q``."""
-    provider = tiny_provider("text", seq_length=512)
-    provider.mtp_num_layers, provider.mtp_loss_scaling_factor = 1, 1.0
-    model, rows = training_run.build_model(provider), rows_of(make_samples, "text")
+@pytest.mark.parametrize("family", ["text", "qwen3_5_vl", "qwen3_vl", "qwen2_5_vl"])
+def test_several_predicted_tokens_train_as_in_samples_alone_where_the_rule_says_so(
+    family, cpu_world, tiny_provider, make_samples, monkeypatch
+):
+    """Through what `vlm_step` calls. Megatron-Core shifts labels at ``cu_seqlens_q``, Qwen3.5-VL at the places of the
+    samples; without a loss mask, as `gpt_step` calls, no layout is right."""
+    from megatron.bridge.models.gpt_provider import mtp_block_spec
+    from megatron.bridge.models.qwen_vl import qwen3_vl_provider
 
-    def gradient(batch):
+    kind = "qwen3_vl" if family == "qwen3_5_vl" else family
+    provider = tiny_provider(kind, seq_length=512)
+    provider.mtp_num_layers, provider.mtp_loss_scaling_factor = 1, 1.0
+    if family != kind:  # the class of Qwen3-VL, see `FAMILY_TABLE`, with what the provider of Qwen3.5-VL gives it
+        with_layers = functools.partial(qwen3_vl_provider.Qwen3VLModel, mtp_block_spec=mtp_block_spec(provider))
+        monkeypatch.setattr(qwen3_vl_provider, "Qwen3VLModel", with_layers)
+    model, rows = training_run.build_model(provider), rows_of(make_samples, kind)
+    for row in rows:  # each begins with a prompt
+        prompt = max(1, len(row["labels"]) // 3)
+        row["labels"][:prompt], row["loss_mask"][:prompt] = -100, 0
+
+    def gradient(*batches):
         model.zero_grad()
-        losses = model(
-            batch.tokens,
-            batch.position_ids,
-            None,
-            labels=batch.labels,
-            loss_mask=batch.loss_mask,
-            packed_seq_params=thd.packed_seq_params(batch),
-        )
-        (losses * batch.loss_mask).sum().backward()
+        for batch in batches:
+            (row_parity.forward(model, batch, with_labels=True) * batch["loss_mask"]).sum().backward()
         return torch.cat([part.grad.flatten() for part in model.parameters() if part.grad is not None])
 
-    padded = thd.assemble(rows, multiple=8, width=512)
-    tight, real, between = map(gradient, (thd.assemble(rows), thd.real_padding(padded), padded))
-    assert (real - tight).norm() < 1e-5 * tight.norm()
-    assert (between - tight).norm() > 1e-2 * tight.norm()
+    if family in ("qwen3_vl", "qwen2_5_vl"):
+        with pytest.raises((IndexError, TypeError)):
+            gradient(*row_parity.row_batches(rows))
+        return
+    padded, alone = thd.assemble(rows, multiple=8, width=512), gradient(*row_parity.row_batches(rows))
+    layouts = {"tight": thd.assemble(rows), "real": thd.real_padding(padded), "between": padded}
+    apart = {}
+    for name, batch in layouts.items():
+        apart[name] = float((gradient(batch.to_bridge()) - alone).norm() / alone.norm())
+    right = {name for name, by in apart.items() if by < 1e-5}
+    assert right == set(layouts) - ({"between"} if family == "text" else set()), apart
+    assert all(by > 1e-2 for name, by in apart.items() if name not in right), apart
+    forward = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, *a, loss_mask=None, **k: forward(self, *a, **k))
+    assert (gradient(layouts["tight"].to_bridge()) - alone).norm() > 1e-2 * alone.norm()
 
 
 def test_second_predicted_tokens_weigh_alike_where_ranks_share_no_row(tmp_path):

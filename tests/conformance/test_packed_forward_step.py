@@ -256,7 +256,7 @@ def test_a_middle_stage_sees_the_boundaries_also_of_a_data_set_that_does_not_dec
     assert vars(state.cfg.dataset) == {}  # nothing stays behind
 
 
-@pytest.mark.parametrize(("kind", "model"), [("gpt", "Qwen3MoE"), ("vlm", "Qwen3VL")])
+@pytest.mark.parametrize(("kind", "model"), [("gpt", "Qwen3MoE"), ("vlm", "Qwen35VL")])
 def test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask(
     kind, model, state, make_samples, monkeypatch
 ):

@@ -512,6 +512,18 @@ def test_the_page_shows_the_table_that_the_rules_read() -> None:
     assert rows == expected
 
 
+@pytest.mark.parametrize("source", sources())
+def test_of_the_listed_families_that_see_qwen3_5_vl_alone_trains_several_predicted_tokens(source: BridgeSource) -> None:
+    """Others give their language model embeddings only, or build no such layers."""
+    for line in FAMILY_TABLE:
+        view = RunView(model=line.prefix, bridge_version=source.version, mtp_num_layers=1, enable_offline_packing=True)
+        if line.packed and line_of(line.prefix, source.release) is line and not view.goes_through_gpt_step:
+            refused = "ours/no-multi-token-prediction" in {judgement.rule.id for judgement in violations(view)}
+            without_tokens = "input_ids=None,\n" in source.text(line.source)
+            without_layers = line.name == "Qwen3-VL" and "mtp" not in source.text("models/qwen_vl/qwen3_vl_provider.py")
+            assert refused == (without_tokens or without_layers) == (line.name != "Qwen3.5-VL"), line.name
+
+
 def test_a_family_that_is_not_in_the_table_is_not_judged() -> None:
     assert line_of("nosuchmodel", (0, 6)) is None
     assert line_of("glm45air", (0, 6)) is None  # not GLM-4.5V

@@ -298,7 +298,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=STEP + "test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask"
         "[gpt-Qwen3MoE]",
         oracle="what Bridge's step calls the model with",
-        edits=(("validate/rules/losses.py", "if new and view.goes_through_gpt_step", "if False"),),
+        edits=(("validate/rules/losses.py", "if view.goes_through_gpt_step", "if False"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -42,7 +42,8 @@ def weights_of(part: Any, group: Any = None) -> torch.Tensor:
 
     tokens = part.labels.numel()
     hidden = torch.zeros(2 * tokens, 1, 1, requires_grad=True)
-    settings = {"mtp_num_layers": 1, "mtp_detach_heads": False, "mtp_loss_scaling_factor": 1.0}
+    settings = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 1.0, "calculate_per_token_loss": True}
+    settings |= dict.fromkeys(("mtp_detach_heads", "cross_entropy_loss_fusion"), False)
     result = process_mtp_loss(
         hidden_states=hidden,
         labels=part.labels,
@@ -52,7 +53,7 @@ def weights_of(part: Any, group: Any = None) -> torch.Tensor:
         runtime_gather_output=None,
         is_training=False,
         compute_language_model_loss=lambda labels, logits: logits[..., 0].transpose(0, 1),
-        config=SimpleNamespace(**settings, calculate_per_token_loss=True),
+        config=SimpleNamespace(**settings),
         cp_group=group,
         packed_seq_params=thd.packed_seq_params(part),
     )

@@ -311,20 +311,20 @@ OWN = [
     ),
     (
         "ours/no-multi-token-prediction",
-        {"mtp_num_layers": 1, "bridge_version": "0.6.2"},
-        {"mtp_num_layers": 0},
+        {"mtp_num_layers": 1, "bridge_version": "0.6.2", "model": "Qwen25VL"},
+        {"model": "Qwen35VL"},
         "error",
     ),
     (
         "ours/no-multi-token-prediction",
-        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "model": "Qwen3VL", "context_parallel": 2, "padding": "real"},
+        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "model": "Qwen35VL", "context_parallel": 2, "padding": "real"},
         {"mtp_num_layers": 0},
         "error",
     ),
     (
         "ours/no-multi-token-prediction",
         {"mtp_num_layers": 1, "bridge_version": "0.7.0", "model": "Qwen3MoE"},
-        {"model": "Qwen3VL"},
+        {"model": "Qwen35VL"},
         "error",
     ),
     ("ours/packed-once", {"enable_global_batch_packing": True}, {"enable_global_batch_packing": False}, "error"),
@@ -711,17 +711,22 @@ def test_a_run_of_bridge_is_not_told_keys_of_our_yaml(
     [
         ({}, "ok", ""),
         ({"padding": "real", **WHOLE}, "ok", ""),
-        ({"padding": "between", **WHOLE}, "error", "set mtp_num_layers to 0, or packing.padding to real"),
-        ({"padding": "between", "bridge_version": "0.6.2", **WHOLE}, "error", "set mtp_num_layers to 0."),
-        ({"bridge_version": "0.6.2"}, "error", "documents it as unsupported"),
+        ({"padding": "between", **WHOLE}, "ok", ""),
+        ({"model": "Step37", "padding": "real", **WHOLE}, "ok", ""),
+        ({"model": "Step37", "padding": "between", **WHOLE}, "error", "to 0, or packing.padding to real"),
+        ({"model": "Qwen3VL"}, "error", "Qwen3-VL of Megatron-Bridge has no such layers"),
+        ({"model": "GLM45V"}, "error", "its first step raises"),
         ({"context_parallel": 2, "padding": "real"}, "error", "each rank's own part of a row"),
         ({"eval_context_parallel": 2, "padding": "real"}, "error", "each rank's own part of a row"),
         ({"model": "Qwen3MoE"}, "error", "prompts and padding are predicted too"),
-        ({"model": "Qwen3VL", "step": "gpt_step"}, "error", "prompts and padding are predicted too"),
+        ({"step": "gpt_step"}, "error", "prompts and padding are predicted too"),
     ],
 )
-def test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do(changed, severity, named) -> None:
-    view = packed(**{"mtp_num_layers": 1, "model": "Qwen3VL", "bridge_version": "0.7.0", **changed})
+@pytest.mark.parametrize("version", ["0.6.2", "0.7.0"])
+def test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do(
+    version, changed, severity, named
+) -> None:
+    view = packed(**{"mtp_num_layers": 1, "model": "Qwen35VL", "bridge_version": version, **changed})
     found = next(each for each in judge(view) if each.rule.id == "ours/no-multi-token-prediction")
     assert found.outcome == severity
     assert named in (f"{found.finding.why}; {found.finding.fix}." if found.finding else "")

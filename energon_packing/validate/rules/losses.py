@@ -1,12 +1,14 @@
 """Rules about what a packed run's loss sums (weights of tokens, shifted labels), about the weights it begins with, and
 about its learning rate."""
 
+from energon_packing.validate.family_table import line_of
 from energon_packing.validate.rules.rule import (
     Finding,
     SourceLine,
     bridge,
     bridge_is_silent_on_loss,
     core,
+    qwen3_vl,
     rule,
     unless,
     warning_rule,
@@ -38,22 +40,24 @@ _tokens_weigh_the_same = warning_rule(
         core("transformer/multi_token_prediction.py", "cu_seqlens = packed_seq_params.cu_seqlens_q"),
         core("transformer/multi_token_prediction.py", "original_num_tokens = loss_mask.sum()"),
         bridge("training/gpt_step.py", "output_tensor = model(**forward_args)"),
+        bridge("models/qwen_vl/qwen35_vl_provider.py", "mtp_block_spec=mtp_spec"),
+        qwen3_vl("text_model.py", "Use physical padded offsets for MTP token rolling"),
     ),
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
-    # At CP 1 Megatron-Core weighs all tokens alike if samples begin with a prompt, and nearly so if not.
-    new, fix = view.bridge_release >= (0, 7), "set mtp_num_layers to 0"
-    if new and view.goes_through_gpt_step:
+    # Without context parallelism all tokens weigh alike if samples begin with a prompt, and nearly so if not.
+    line, fix = line_of(view.family, view.bridge_release), "set mtp_num_layers to 0"
+    if view.goes_through_gpt_step:
         reason = "gpt_step gives the model no loss mask: prompts and padding are predicted too (Megatron-Bridge#6103)"
+    elif line is not None and line.name != "Qwen3.5-VL":
+        reason = f"{line.name} of Megatron-Bridge has no such layers, or gives them no tokens: its first step raises"
     elif view.wide:
         reason = (
             "Megatron-Core weighs its loss by each rank's own part of a row, whose counts differ (Megatron-LM#7452)"
         )
-    elif view.pads_between:
+    elif view.pads_between and line is None:
         reason = "Megatron-Core shifts labels at cu_seqlens_q, the real boundaries, which lie elsewhere in a padded row"
-        fix += ", or packing.padding to real" if new else ""
-    elif not new:
-        reason = f"Megatron-Bridge {view.bridge_name} documents it as unsupported over packed rows"
+        fix += ", or packing.padding to real"
     else:
         return None
     return Finding(why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}", fix=fix)

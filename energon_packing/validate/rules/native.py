@@ -104,7 +104,7 @@ _no_mtp = _native_rule(
     checks="no multi-token prediction over rows that Bridge packs itself",
     holds=lambda view: view.mtp_num_layers == 0,
     bridge_says=("Energon native sequence packing does not support MTP",),
-    why="mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
+    why="mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing refuses it before Megatron-Bridge#5990",
     fix="set mtp_num_layers to 0",
 )
 

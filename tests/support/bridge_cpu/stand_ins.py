@@ -220,6 +220,12 @@ REPLACED: tuple[Replacement, ...] = (
         PartitionedIndices,
         "slices packed rows for context parallelism with a Transformer Engine kernel; our own indices, which are equal",
     ),
+    Replacement(
+        target="megatron.core.transformer.multi_token_prediction:is_inference_column_parallel_linear",
+        stand_in=lambda _original: lambda _module: False,
+        reason="asks whether a layer is of a class that is made from Transformer Engine's",
+        since=(0, 7),
+    ),
     # Start-up
     Replacement(
         target=f"{_SETUP}:initialize_megatron",

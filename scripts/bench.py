@@ -1,5 +1,5 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
-loader|memory|convert|measure|plan|pack|packing|handover|balance|train|gpu
+loader|memory|convert|measure|plan|pack|packing|handover|balance|dynamic|train|gpu
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py --repeat 3 NAME ...`` runs it three times; a line then has the median of each number, and under
@@ -27,7 +27,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package, if it is not installed, and `support`
 
-NAMES = ("loader", "memory", "convert", "measure", "plan", "pack", "packing", "handover", "balance", "train", "gpu")
+NAMES = (
+    "loader",
+    "memory",
+    "convert",
+    "measure",
+    "plan",
+    "pack",
+    "packing",
+    "handover",
+    "balance",
+    "dynamic",
+    "train",
+    "gpu",
+)
 
 
 class Results(io.TextIOBase):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from energon_packing.config.encoder import EncoderConfig
 from energon_packing.config.setting import check_bounds, from_mapping, setting
 from energon_packing.conversation import Pairs
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, refuse
 from energon_packing.plain_yaml import load_yaml
 from energon_packing.thd.alignment import alignment_multiple
 
@@ -85,8 +85,19 @@ class ParallelConfig:
 
     tensor_parallel: int = setting(1, unit="ranks", stated="multiple")
     """Size of the tensor-parallel group."""
-    context_parallel: int = setting(1, unit="ranks", stated="multiple")
-    """Size of the context-parallel group, which cuts every sample."""
+    context_parallel: int | Literal["dynamic"] = setting(1, unit="ranks", stated="multiple")
+    """Size of the context-parallel group, which cuts every sample. ``dynamic``: each row has a size of its own, by a
+    plan; see docs/dynamic_context.md."""
+    min_dynamic_context_parallel_size: int = setting(1, unit="ranks", changes="nothing", least=1)
+    """Fewest ranks of a row with ``context_parallel: dynamic``; Megatron's setting of this name."""
+    max_dynamic_context_parallel_size: int = setting(8, unit="ranks", stated="multiple", least=1)
+    """Most ranks of a row then."""
+    max_seqlen_per_dp_cp_rank: int | None = setting(None, unit="tokens", changes="nothing", least=1)
+    """Tokens of a row that each of its ranks holds then; Megatron's setting of this name. None is
+    ``packing.seq_length`` over the most ranks."""
+    exchange_cost: float = setting(0.009, unit="tokens without attention", changes="nothing", least=0.0)
+    """What a rank pays then for the keys and values of a token of another rank: .009 within a node (NVLink), .05
+    between nodes, for a 7B model with 8 groups of keys; twice that with 16."""
     pipeline_parallel: int = setting(1, unit="ranks", stated="multiple", least=1)
     """Number of pipeline stages."""
     virtual_pipeline: int = setting(1, unit="stages", changes="nothing", least=1)
@@ -107,12 +118,39 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_bounds("parallel", self)
         _ = self.multiple
+        least, most = self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size
+        refuse(
+            (
+                self.is_dynamic and self.eval_context_parallel is not None,
+                "parallel.eval_context_parallel is for a fixed context_parallel; leave it out.",
+            ),
+            (
+                least & (least - 1) or most & (most - 1) or least > most,
+                f"parallel.min_ and max_dynamic_context_parallel_size are {least} and {most}; they must be powers of "
+                "two, the first no larger.",
+            ),
+        )
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each row has a context-parallel size of its own."""
+        return self.context_parallel == "dynamic"
+
+    @property
+    def most_context_parallel(self) -> int:
+        """The largest context-parallel size of a row."""
+        fixed = self.context_parallel
+        return self.max_dynamic_context_parallel_size if fixed == "dynamic" else fixed
+
+    def tokens_of_a_rank(self, seq_length: int) -> int:
+        """Tokens that a rank holds of a row with a size of its own, where the longest row has `seq_length`."""
+        return self.max_seqlen_per_dp_cp_rank or -(-seq_length // self.max_dynamic_context_parallel_size)
 
     @property
     def multiple(self) -> int:
-        """Every segment is padded to a multiple of this many tokens."""
+        """Every segment is padded to a multiple of this many tokens; with sizes by row, at most."""
         return alignment_multiple(
-            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
+            self.tensor_parallel, self.most_context_parallel, self.sequence_parallel, self.eval_context_parallel
         )
 
 
@@ -344,6 +382,16 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def __post_init__(self) -> None:
+        names = ("pad_to_max_length", "pad_cu_seqlens", "max_cost_per_pack", "max_padded_pixels_per_pack")
+        alike = [f"packing.{name}" for name in names if getattr(self.packing, name)]
+        beside = [*alike, *(["data.order_micro_batches"] if self.data.order_micro_batches else ())]
+        if self.parallel.is_dynamic and beside:
+            raise ConfigError(
+                f"parallel.context_parallel is dynamic, which makes rows of many sizes of the packs of a plan, and "
+                f"{beside[0]} is about packs; leave it out."
+            )
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:

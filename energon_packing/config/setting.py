@@ -143,7 +143,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         return from_mapping(typing.cast("type[Any]", hint), value, where=where)
     if origin in (typing.Union, types.UnionType):
         members = typing.get_args(hint)
-        kind = next(member for member in members if member is not type(None))
+        words = [member for member in members if typing.get_origin(member) is Literal and isinstance(value, str)]
+        kind = next(member for member in (*words, *members) if member is not type(None))
         return None if value is None and type(None) in members else _convert(kind, value, where=where)
     if origin is Literal:
         choices = typing.get_args(hint)

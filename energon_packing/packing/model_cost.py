@@ -123,6 +123,11 @@ class ModelCost:
         return {"tokens": lengths, "logits": lengths, "squares": lengths**2, "sliding": seen * (2 * lengths - seen)}
 
     @property
+    def token(self) -> float:
+        """Cost of a token without attention, in the unit of `costs`."""
+        return (self.language["tokens"] + self.language.get("logits", 0.0)) / self.unit
+
+    @property
     def needed(self) -> set[str]:
         """Which of `SQUARES` count."""
         return {*SQUARES} & {*self.vision, *self.language}

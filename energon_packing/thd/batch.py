@@ -7,7 +7,7 @@ Python values, so it leaves a data loader's worker as shared memory and can be r
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,15 @@ def container_with(names: tuple[str, ...]) -> Any:
         return GenericVisualInputs
     more = [(name, Any, field(default=None)) for name in missing]
     return make_dataclass("VisualInputs", more, bases=(GenericVisualInputs,))
+
+
+class Shared(NamedTuple):
+    """A row over which several ranks share the work, each row with a size of its own."""
+
+    local_cp_size: int  # ranks that share it; Megatron-Core's name
+    micro_batches: int  # rows of each rank in this step
+    tokens: int  # of all samples of the step, and the sum of the squares of their lengths
+    squares: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,6 +70,7 @@ class PackedBatch:
             inputs of the model (`model_inputs`), fractions are the loss's.
         boundary_padding: None, or how often the last boundary is repeated at the end of both arrays (`pad_cu_seqlens`).
         cp_size, cp_rank: 1 and 0 for a whole row; otherwise token fields hold what this rank of so many sees.
+        shared: over how many ranks its row is to be cut, where rows have sizes of their own (docs/dynamic_context.md).
     """
 
     tokens: torch.Tensor
@@ -83,6 +93,7 @@ class PackedBatch:
     boundary_padding: int | None = None
     cp_size: int = 1
     cp_rank: int = 0
+    shared: Shared | None = None
 
     def __post_init__(self) -> None:
         real, physical = self.cu_seqlens, self.cu_seqlens_padded
@@ -242,7 +253,8 @@ class PackedBatch:
 
         Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
         and ``input_ids`` are one object, ``max_seqlen_q`` is a 0-D int32 tensor on the host, ``total_tokens`` an int,
-        and padded boundaries are omitted if there are none. ``extra`` fields have their own names. Raises PackingError:
+        and padded boundaries are omitted if there are none. ``extra`` fields have their own names; a row with a size of
+        its own has ``local_cp_size`` (docs/dynamic_context.md). Raises PackingError:
         the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual input for which the
         installed ``GenericVisualInputs`` has no field, or as `media_of_model`."""
         if self.cp_size != 1:
@@ -256,7 +268,8 @@ class PackedBatch:
             value = getattr(self, name)
             for key in keys if value is not None else ():
                 batch[key] = torch.tensor(value, dtype=torch.int32) if name == "max_seqlen" else value
-        return batch | dict(self.extra)
+        size = {} if self.shared is None else {"local_cp_size": torch.tensor(self.shared[0], dtype=torch.int32)}
+        return batch | size | dict(self.extra)
 
     def _bridge_visual_inputs(self) -> Any:
         # Models read their fields per token from the container, even if a pack has no image.

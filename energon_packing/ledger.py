@@ -38,7 +38,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -103,10 +103,12 @@ class Ledger:
         name: str,
         most_pending: int = MAX_DROPS_WITHOUT_PACK,
         run: str = "",
+        quarantined: Mapping[tuple[str, str], str] | None = None,
     ) -> None:
         self.budget, self.most_pending = budget, most_pending
         self.read = self.emitted = 0
         self.tells = True
+        self.at: int | None = None  # position of the pack that a dropped sample was in, where ranks have parts of it
         self.reasons: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._last: DroppedSample | None = None
@@ -116,7 +118,9 @@ class Ledger:
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
         self._quarantine: LineFile | None = None
-        self._causes: dict[tuple[str, str], str] = {}  # path of the data set and key of a quarantined sample -> why
+        self._causes = (
+            quarantine(directory) if quarantined is None else dict(quarantined)
+        )  # path of the data set and key of a quarantined sample -> why
         self._marked = False
         self._of: str | None = None  # the run that saved the state
         # Samples read and dropped where this reader's last stretch began, and the one before, from which "late" counts.
@@ -125,8 +129,6 @@ class Ledger:
         if self._path is not None:
             with _writing(self._path):
                 self._file = LineFile(self._path)
-                for entry in _quarantined(self._path.parent):
-                    self._remember(entry)
 
     @property
     def dropped(self) -> int:
@@ -191,10 +193,11 @@ class Ledger:
         self._last = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
         self._pending.append(self._last)
         self.reasons[reason] += 1
-        more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
+        more: dict[str, Any] = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
+        more |= {} if self.at is None else {"at": self.at}
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (drops.TIMEOUT, drops.CRASH):
-            self._add_to_quarantine(data=data, key=key, reason=reason, detail=detail)
+            self.keep_out(data=data, key=key, reason=reason, detail=detail)
         self.check_budget()
         if len(self._pending) >= self.most_pending:
             ((common, count),) = Counter(entry.reason for entry in self._pending).most_common(1)
@@ -217,10 +220,15 @@ class Ledger:
             of_read = f"{dropped} of the {'last ' * late}{read} samples read"
             raise DropBudgetExceeded(f"{of_read} were dropped ({common}), {more}")
 
-    def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:
-        """Enters the samples of a pack, and how changed ones differ from their sources."""
+    def emit(
+        self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = (), part_of: str | None = None
+    ) -> None:
+        """Enters the samples of a pack, and how changed ones differ from their sources; or those of a data set
+        (``part_of``, its path) that one rank has of it."""
         self.emitted += len(keys)
-        self._write({"pack": pack, "keys": list(keys), **({"read": self.read} if self._marked else {})})
+        more = {} if part_of is None else {"part": True, "data": part_of}
+        more |= {"read": self.read} if self._marked else {}
+        self._write({"pack": pack, "keys": list(keys), **more})
         for entry in changed:
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
 
@@ -267,12 +275,9 @@ class Ledger:
         _CLAIMED[at] = 1
         return free
 
-    def _remember(self, entry: Mapping[str, Any]) -> None:
-        cause = f"an earlier decode ended as {entry.get('reason')}: {entry.get('detail')}"
-        self._causes[str(entry.get("data")), str(entry.get("key"))] = cause
-
-    def _add_to_quarantine(self, **entry: str) -> None:
-        self._remember(entry)
+    def keep_out(self, **entry: str) -> None:
+        """Puts a sample (``data``, ``key``, ``reason``, ``detail``) in quarantine."""
+        self._causes |= _causes([entry])
         if self._path is not None:
             with _writing(self._path):
                 self._quarantine = self._quarantine or LineFile(self._path.parent / QUARANTINE / self._path.name)
@@ -291,6 +296,23 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         fix = "Free space there, or set packing.ledger to another directory."
         raise UserError(f"The ledger {path} cannot be written ({error.strerror}). {fix}") from error
+
+
+def quarantine(directory: str | Path | None) -> dict[tuple[str, str], str]:
+    """Path of the data set and key of each sample in quarantine -> why; nothing without a directory. Raises
+    `UserError`: it cannot be read."""
+    try:
+        return _causes([] if directory is None else _quarantined(Path(directory)))
+    except OSError as error:
+        raise _unreadable(Path(str(directory)), error) from error
+
+
+def _causes(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
+    return {
+        (str(entry.get("data")), str(entry.get("key"))): f"an earlier decode ended as {entry.get('reason')}: "
+        f"{entry.get('detail')}"
+        for entry in entries
+    }
 
 
 def _quarantined(directory: Path) -> Iterator[dict[str, Any]]:
@@ -374,7 +396,8 @@ _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDi
 
 
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("from", "packs_of_plan", "epoch_read", "pack", "read"), int),
+    **dict.fromkeys(("at", "from", "packs_of_plan", "epoch_read", "pack", "read"), int),
+    "part": bool,
     **dict.fromkeys(("samples", "ahead", "times", "rank", "ranks"), (int, type(None))),
     "time": (int, float),
     **dict.fromkeys(("run", "of", "dropped", "changed", "reason", "how", "detail", "data"), str),
@@ -450,11 +473,36 @@ def _standing(
     for file, worker in _workers(directory, report):
         if worker.mark.get("packs_of_plan"):
             packs_of_plan = worker.mark["packs_of_plan"]
-            positions |= {at: [(file, line) for line in lines] for at, lines in worker.by_position().items()}
+            for at, lines in worker.by_position().items():
+                before = positions.get(at, []) if _in_parts([*lines, *(it for _, it in positions.get(at, ()))]) else []
+                positions[at] = [*before, *((file, line) for line in lines)]
         else:
             yield worker.mark, [(file, line) for line in worker.lines]
     for _, epoch in itertools.groupby(sorted(positions), key=lambda at: at // packs_of_plan):
-        yield {"packs_of_plan": packs_of_plan}, [line for at in epoch for line in positions[at]]
+        yield {"packs_of_plan": packs_of_plan}, [line for at in epoch for line in _whole(positions[at])]
+
+
+def _in_parts(lines: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether several ranks had parts of the pack at a position."""
+    return any("part" in line or "at" in line for line in lines)
+
+
+def _whole(lines: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
+    """The lines of a position. Of a pack in parts, the samples are in one line, each once, however often parts were
+    made and whatever made the pack before, and not if they were dropped."""
+    if not _in_parts(line for _, line in lines):
+        return lines
+    dropped = {(line.get("data", ""), line["dropped"]) for _, line in lines if "dropped" in line}
+    parts = {(line["data"], key) for _, line in lines if "part" in line for key in line["keys"]} - dropped
+    keys = Counter(key for _, key in parts)
+    for _, line in lines:
+        if "pack" in line and "part" not in line:
+            keys |= Counter(key for key in line["keys"] if all(key != each for _, each in dropped))
+    others = {
+        (line.get("data"), *map(line.get, ("dropped", "changed"))): at for at in lines if "pack" not in (line := at[1])
+    }
+    packs = [(file, line | {"keys": sorted(keys.elements())}) for file, line in lines if "pack" in line]
+    return [*others.values(), *packs[-1:]]
 
 
 def _unreadable(place: Path, error: OSError) -> UserError:
@@ -521,8 +569,12 @@ class _Worker:
         current = waiting
         for line in self.lines:
             if "pack" in line:
-                current = positions[int(line["pack"])] = [*waiting, line]
+                before = positions.get(int(line["pack"]), [])
+                before = before if _in_parts([*before, line]) else []
+                current = positions[int(line["pack"])] = [*before, *waiting, line]
                 waiting = []
+            elif "at" in line:
+                positions.setdefault(int(line["at"]), []).append(line)
             elif "dropped" in line:
                 waiting.append(line)
             else:

@@ -275,3 +275,31 @@ def test_a_folder_without_a_ledger_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "rejects.jsonl").write_text('{"source": "a.json", "record": 4, "key": "a-4", "reason": "bad_json"}\n')
     with pytest.raises(UserError, match="holds no line of a ledger"):
         merged(tmp_path)
+
+
+def test_parts_of_packs_count_once_whatever_ranks_made_them_and_whoever_shares_a_key(tmp_path):
+    """Two ranks had parts of the packs 0 and 1; the run was killed, and one rank made both again, after which it had
+    them whole (a fixed size)."""
+    for rank, packs in enumerate(
+        (
+            [("a", 0, ["x", "y"]), ("b", 1, ["z"])],
+            [("b", 0, ["x"]), ("a", 1, ["w"])],
+            [("a", 0, ["x", "y"]), ("b", 0, ["x"])],
+        )
+    ):
+        ledger = Ledger(str(tmp_path), budget=1.0, name=f"rank{rank}")
+        ledger.begin(run="r", rank=rank, worker=0, packs_of_plan=2)
+        ledger.at = 1
+        ledger.drop("z", "corrupt_media", "cut off", data="a")
+        for data, position, keys in packs:
+            changed = [ChangedSample(key=key, how="truncated", detail="") for key in keys if key == "y"]
+            ledger.emit(position, keys, changed=changed, part_of=data)
+    report = merged(tmp_path)
+    assert (report.emitted, report.dropped, report.changed) == (5, {"corrupt_media": 1}, {"truncated": 1})
+    lines = [line for _, line in standing_lines(tmp_path) if "keys" in line]
+    assert [(line["pack"], line["keys"]) for line in lines] == [(0, ["x", "x", "y"]), (1, ["w", "z"])]
+    whole = Ledger(str(tmp_path), budget=1.0, name="rank3")
+    whole.begin(run="s", rank=0, worker=0, packs_of_plan=2)
+    whole.emit(0, ["x", "y", "x"])
+    whole.emit(1, ["w", "z"])
+    assert merged(tmp_path).emitted == 5

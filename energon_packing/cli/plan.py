@@ -145,6 +145,14 @@ def show_summary(result: dict[str, Any]) -> None:
     console.print(table(lengths, left=(f"{unit} of a sample",), right=("samples",)))
     shares = [(ranks, f"{efficiency:.2%}") for ranks, efficiency in result["balance"].items()]
     console.print(table(shares, left=("data-parallel size",), right=("share of a step in which ranks compute",)))
+    for each in result.get("sharing", ()):
+        small = each["dynamic"] < 1.03 * each["fixed"]
+        way = "a size for each row" if each["size"] is None else f"size {each['size']} for all rows"
+        say(
+            f"{each['ranks']} ranks, global batch of {each['global_batch_size']}: {each['dynamic']:.2%} useful with a "
+            f"context-parallel size for each row, {each['fixed']:.2%} in a plan for a fixed size"
+            f"{', so make that one' if small else ''}; a run of this plan takes {way}"
+        )
     steps = [(batch, ", ".join(f"{count:,}" for count in counts)) for batch, counts in result["steps"].items()]
     console.print(table(steps, left=("packs of a global batch",), right=("steps of each epoch",)))
 

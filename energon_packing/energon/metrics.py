@@ -128,7 +128,7 @@ class RankLine:
         has no pack of its own, the last figures."""
         if earlier is None or earlier.run != self.run:
             return self
-        if not self.last.packs + self.last.padding_packs:
+        if not (self.last.packs + self.last.padding_packs or self.steps):
             return replace(self, last=earlier.last, steps=earlier.steps)
         steps = {**earlier.steps, **self.steps}
         return replace(self, steps=dict(list(steps.items())[-max(2 * len(self.steps), len(earlier.steps)) :]))
@@ -205,9 +205,11 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
 def sums_of(pack: Pack, capacity: int) -> PackSums:
     """The sums of one pack, where a full one has ``capacity`` tokens."""
     dropped, read = Counter(entry.reason for entry in pack.dropped), pack.read.total()
-    if pack.padding:
-        return PackSums(padding_packs=1, dropped=dropped, read=read)
+    if pack.padding or not pack.counts:
+        return PackSums(padding_packs=int(pack.counts), dropped=dropped, read=read)
     batch = pack.batch
+    if shared := getattr(batch, "shared", None):
+        capacity = shared.local_cp_size * capacity
     return PackSums(
         packs=1,
         samples=len(pack.keys),
@@ -228,7 +230,7 @@ def work_of(pack: Pack) -> Counter[str]:
     """What a step trains on in one pack: ``samples``, ``segments``, their ``tokens``, the ``targets`` that have a
     weight, and the ``squares`` of the segments' lengths; of media with a grid ``patches``, and ``patch_squares``, of
     each image or frame by itself. Padding and dummy images are no work."""
-    if pack.padding:
+    if pack.padding or not pack.counts:
         return Counter()
     batch = pack.batch
     work = Counter(
@@ -275,7 +277,7 @@ class PackMetrics:
         self._process = os.getpid()
         self._file: LineFile | None = None
         self._told = self._closed = False
-        self._made: deque[tuple[PackSums, Counter[str], tuple[float, float]]] = deque()
+        self._made: deque[tuple[PackSums, Counter[str], tuple[float, float], int]] = deque()
         self._taken = 0
         self._now, self._all = PackSums(), PackSums()
         self._steps: list[tuple[int, float]] = []
@@ -299,8 +301,9 @@ class PackMetrics:
 
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""
-        costs = float(pack.cost), float(pack.vision_cost)
-        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs))
+        costs, shared = (float(pack.cost), float(pack.vision_cost)), getattr(pack.batch, "shared", None)
+        rows = shared.micro_batches if shared else 0
+        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, rows))
 
     def forget(self) -> None:
         """Forgets packs that were made and will not be taken."""
@@ -335,7 +338,7 @@ class PackMetrics:
     def _used(self, waited: float, number: int) -> None:
         if not self._made:
             return
-        sums, work, (cost, vision) = self._made.popleft()
+        sums, work, (cost, vision), rows = self._made.popleft()
         self._taken, now = number, time.monotonic()
         if self._last is not None:  # the wait for the first pack is the start-up of the loader
             before, done = self._last
@@ -346,7 +349,7 @@ class PackMetrics:
         if not self._left:
             begun = now - self._idle
             self._begun, self._seconds = begun, begun - (begun if self._begun is None else self._begun)
-        self._left = (self._left or self._packs_per_step()) - 1
+        self._left = (self._left or rows or self._packs_per_step()) - 1
         self._cost, self._vision = self._cost + cost, self._vision + vision
         if self._left > 0:
             return
@@ -469,7 +472,8 @@ class MetricsLog:
             self._give_up(str(error))
             return
         present = self._lines.present()
-        lines = [line for line in present if line.last.packs]  # others only pad, and what they dropped counts
+        # Others only pad, and what they dropped counts; or other ranks count what they share.
+        lines = [line for line in present if line.last.packs or (line.steps and not line.last.padding_packs)]
         if not fresh or not lines:
             return
         whole = merged(line.total for line in present)

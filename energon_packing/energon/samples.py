@@ -243,6 +243,7 @@ class Pack(Sample, Generic[Batch]):
         padding: whether the pack contains only padding, so that all ranks have equally many packs.
         ended: if this is no pack but the end of its worker's epoch, the samples that the worker read in it; else None.
             ``dropped`` then holds what was dropped after the worker's last pack.
+        counts: False on all ranks but the first of those that share the row.
     """
 
     batch: Batch
@@ -261,6 +262,7 @@ class Pack(Sample, Generic[Batch]):
     ahead: int = 0
     padding: bool = False
     ended: int | None = None
+    counts: bool = True
 
     def __repr__(self) -> str:
         return f"Pack({self.index} of worker {self.worker}, {len(self.dropped)} dropped before it: {self.batch})"

@@ -190,6 +190,13 @@ class Blend:
         return start + gathered(np.append(firsts, end - start), chosen)
 
 
+def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:
+    """A number of the group of each data set, ``[D]`` int64. Raises as `shares_of`."""
+    shares = zip(datasets, shares_of(datasets, config), strict=True)
+    names = [group_name(dataset.subflavors) if share.group is None else share.group for dataset, share in shares]
+    return np.unique(names, return_inverse=True)[1]
+
+
 def gathered(offsets: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Positions ``[N]`` int64 of the members of these groups, of which group g is ``[offsets[g], offsets[g + 1])``."""
     counts = offsets[groups + 1] - offsets[groups]

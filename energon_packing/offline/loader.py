@@ -51,6 +51,7 @@ class PlannedLoader(LoaderBase):
             again and again; those after the last pack have no samples. None is a training's.
         pipeline: with the micro-batches of a global batch on each rank, and `Plan.costs`: each batch is then read in
             `best_order`. It has the same packs, so a state after its last pack is free to continue in any layout.
+        step: packs that are read together, over all ranks; one of each rank if it is None.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
         base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
@@ -68,15 +69,16 @@ class PlannedLoader(LoaderBase):
         unfinished: str | None = None,
         evaluation: int | None = None,
         pipeline: tuple[Layout, int, Costs] | None = None,
+        step: int | None = None,
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
         **base: Any,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, shares=packs.shares, **base)
-        if evaluation is not None and (evaluation < 1 or evaluation % world_size):
-            raise PackingError(f"{world_size} ranks cannot share an evaluation of {evaluation} packs equally")
-        self._packs = packs
+        self._packs, self._step = packs, step or world_size
+        if evaluation is not None and (evaluation < 1 or evaluation % self._step):
+            raise PackingError(f"{self._step} packs at a time cannot make up an evaluation of {evaluation} packs")
         if evaluation is not None:
             packs.passes = None
         self._unfinished, self._evaluation = unfinished, evaluation
@@ -89,25 +91,38 @@ class PlannedLoader(LoaderBase):
         self._pinned = torch.cuda.is_available()
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
+        step, period, stop = self._step, self._evaluation, self._stop()
+        first = self._position + self._rank - self._taken * step
+        every: Iterable[int] = itertools.count(first, step) if stop is None else range(first, stop, step)
+        if self._pipeline is not None:
+            every = itertools.islice(self._in_order(iter(every), *self._pipeline), self._taken, None)
+        for pack in self._read(position if period is None else position % period for position in every):
+            self._position += self._world_size
+            self._taken = (self._taken + 1) % self._pipeline[1] if self._pipeline else 0
+            report.read += len(pack.keys) + len(pack.dropped)
+            yield pack
+        self._ended()
+
+    def _stop(self) -> int | None:
+        """The position at which the iteration ends; None if it goes on. Raises UserError: the plan's packs cannot come
+        again."""
         passes = self._packs.passes
         self._end = None
         if passes is not None and not self._repeat:  # a run that goes on at the end of a pass has no more of it
             self._end = passes.end(self._position - self._resumed)
         over = self._unfinished is not None and self._evaluation is None
-        if over and (self._end or self._position + self._world_size) > len(self._packs):
+        if over and (self._end or self._position + self._step) > len(self._packs):
             raise UserError(str(self._unfinished))
-        stop = self._end
-        if over and stop is None:  # all ranks stop at the same step
-            stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
-        step, period = self._world_size, self._evaluation  # which begins again
-        first = self._position + self._rank - self._taken * step
-        every: Iterable[int] = itertools.count(first, step) if stop is None else range(first, stop, step)
-        if self._pipeline is not None:
-            every = itertools.islice(self._in_order(iter(every), *self._pipeline), self._taken, None)
+        if over and self._end is None:  # all ranks stop at the same step
+            return len(self._packs) - (len(self._packs) - self._position) % self._step
+        return self._end
+
+    def _read(self, every: Iterable[Any]) -> Iterator[Pack]:
+        """The packs of some indexes, made by the workers."""
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             self._packs,
             batch_size=None,
-            sampler=(position if period is None else position % period for position in every),
+            sampler=iter(every),
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             collate_fn=lambda pack: pack,
@@ -116,11 +131,9 @@ class PlannedLoader(LoaderBase):
             generator=torch.Generator(),
         )
         in_workers(loader, keep_memory=self._keep_memory)
-        for pack in loader:
-            self._position += self._world_size
-            self._taken = (self._taken + 1) % self._pipeline[1] if self._pipeline else 0
-            report.read += len(pack.keys) + len(pack.dropped)
-            yield pack
+        yield from loader
+
+    def _ended(self) -> None:
         if self._end is None:
             raise UserError(str(self._unfinished))
         self._position, self._taken = self._end, 0
@@ -132,8 +145,13 @@ class PlannedLoader(LoaderBase):
             yield from map(batch.__getitem__, best_order(*stage_costs(np.concatenate(own), layout), layout))
         yield from batch
 
-    def _batch(self, taken: int) -> Sequence[int]:  # what a state says after so many packs of a global batch
+    def _batch(self, taken: int) -> Sequence[Any]:  # what a state says after so many packs of a global batch
         return [taken, self._pipeline[1], self._world_size, *self._pipeline[0]] if self._pipeline and taken else ()
+
+    def _taken_of(self, batch: Any) -> int | None:
+        """Packs that were taken of the global batch of a state; None if it is ordered in another way here."""
+        batches = [*map(self._batch, range(self._pipeline[1] if self._pipeline else 1))]
+        return batches.index(batch) if batch in batches else None
 
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
@@ -167,13 +185,14 @@ class PlannedLoader(LoaderBase):
             differs.append(older)
         if self._packs.passes is not None:
             self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
-        batches = [*map(self._batch, range(self._pipeline[1] if self._pipeline else 1))]
-        if (batch := state.get("batch", ())) not in batches:
+        taken = self._taken_of(batch := state.get("batch", ()))
+        if taken is None:
             raise ConfigError(
-                f"The saved loader state was inside a global batch ({batch}), which data.order_micro_batches ordered; "
-                "restore one that was saved after a step, or go on with the layout and batch of that run."
+                f"The saved loader state was inside a global batch ({batch}), which had another order there "
+                "(data.order_micro_batches, or rows of their own size); restore one that was saved after a step, or go "
+                "on with the layout and batch of that run."
             )
-        self._taken = batches.index(batch)
+        self._taken = taken
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
@@ -230,6 +249,7 @@ def loader_of(
     task_encoder: Any = None,
     data_parallel_group: Any = None,
     evaluation: int | None = None,
+    loader: type[PlannedLoader] = PlannedLoader,
     **reading: Any,
 ) -> PlannedLoader:
     """The loader of the packs of a plan; its states fit every other loader of this plan. Raises ConfigError: as
@@ -258,7 +278,7 @@ def loader_of(
     check_plan(plan, config, encoder, split or (config.data.split if noted else None), free, evaluation is not None)
     packs = packs_of(encoder, rank)
     check_there(packs.roots())
-    return PlannedLoader(
+    return loader(
         packs,
         rank=rank,
         workers=config.data.workers if workers is None else workers,
@@ -294,7 +314,7 @@ def _pipeline(plan: Plan, config: AnyRun, ranks: int) -> tuple[Layout, int, Cost
             f"run's, a multiple of {ranks} data-parallel ranks with 2 packs or more for each, or turn ordering off.",
         ),
     )
-    if parallel.expert_parallel > parallel.context_parallel:
+    if parallel.expert_parallel > parallel.most_context_parallel:
         why = f"With parallel.expert_parallel {parallel.expert_parallel} replicas may meet in every micro-batch; then"
         warnings.warn(f"{why} data.order_micro_batches can make steps longer, so compare with it off.", stacklevel=2)
     operations(count, layout)  # refuses what Megatron-Core does

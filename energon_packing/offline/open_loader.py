@@ -34,6 +34,8 @@ from energon_packing.offline.loader import PlannedLoader, loader_of, too_short
 from energon_packing.offline.packed import Packed, packed_loader
 from energon_packing.offline.packs import PlannedPacks, PositionedPacks
 from energon_packing.offline.plan import Plan
+from energon_packing.offline.shared import SharedLoader, SharedPacks
+from energon_packing.packing.dynamic_context import Domain
 from energon_packing.sample_kind import AnyRun, kind_of_config
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.validate.run_view import installed_version
@@ -54,12 +56,16 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
         ConfigError: a setting that cannot work, or does not suit the plan.
     """
     with be_patient(config.data.storage_patience):
+        parallel = getattr(config, "parallel", None)
+        dynamic = parallel is not None and parallel.is_dynamic
         if evaluation is not None:
             data = replace(config.data, repeat=True, epoch_end="uneven")  # its own number of packs ends an evaluation
             config = replace(config, data=data)
-            if not has_global_packs(data.path):
+            if not has_global_packs(data.path) and not dynamic:
                 return evaluation_loader(config, evaluation, **arguments)
             arguments["evaluation"] = evaluation
+        if dynamic:
+            return _shared_loader(config, **arguments)
         if is_plan(config.data.path):
             plan = Plan.open(config.data.path)
             return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
@@ -71,6 +77,30 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
                 "before they are made; plan, or turn it off."
             )
         return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
+
+
+def _shared_loader(config: Any, *, world_size: int = 1, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
+    """The loader of rows that ranks share; ``world_size`` are data- and context-parallel ranks together."""
+    if not is_plan(config.data.path):
+        raise ConfigError(
+            f"parallel.context_parallel is dynamic, but {config.data.path or 'data.path'} is no plan, which knows all "
+            "lengths before samples are read; plan, or set a number."
+        )
+    plan, training = Plan.open(config.data.path), config.training
+    batch = training.global_batch_size if evaluation is None else training.eval_global_batch_size
+    batch = batch or training.global_batch_size
+    if batch == 1:
+        raise ConfigError(
+            "training.global_batch_size is 1: ranks share the samples of so many packs of the plan; set the run's."
+        )
+
+    def packs_of(encoder: Any, rank: int) -> SharedPacks:
+        reserved = 0 if encoder.dummy is None else encoder.dummy.measured.length
+        domain = Domain.of(config.parallel, config.packing.seq_length, ranks=world_size, reserved=reserved)
+        return SharedPacks(plan, encoder, rank=rank, domain=domain, batch=batch)
+
+    reading = arguments | {"evaluation": evaluation, "world_size": world_size, "loader": SharedLoader}
+    return loader_of(plan, packs_of, config, **reading)
 
 
 def open_together(
@@ -119,6 +149,11 @@ def open_together(
     return replica.agree(act)
 
 
+def plan_behind(path: str) -> Plan:
+    """The plan at a path, or of the packed directory there. Raises UserError: it cannot be read."""
+    return Plan.open(path) if is_plan(path) else Packed.open(path).plan
+
+
 def refuse_short_plan(path: str, state: Any, packs: int) -> None:
     """Compares a plan, or a packed directory, at ``data.path`` with the `packs` that a run has still to read, over all
     ranks. `state` is the reader's (`OneReader.save_state`); None begins the plan, and where it has no position, its
@@ -127,8 +162,7 @@ def refuse_short_plan(path: str, state: Any, packs: int) -> None:
     position = source.get("position") if isinstance(source, dict) else None
     if not isinstance(position, int):
         return
-    plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
-    if (why := too_short(plan, position + packs)) is not None:
+    if (why := too_short(plan_behind(path), position + packs)) is not None:
         raise UserError(why)
 
 
@@ -200,6 +234,9 @@ def open_pass(config: AnyRun, *, must_end: bool = False, **arguments: Any) -> Lo
     of its mix. A plan's packs are in its own order. Raises as `open_loader`; UserError: it `must_end`, and is such a
     blend."""
     data = replace(config.data, repeat=False, epoch_end="uneven", order_micro_batches=False)
+    if isinstance(config, RunConfig) and config.parallel.is_dynamic:  # the plan's own packs, as they are
+        parallel = replace(config.parallel, context_parallel=config.parallel.most_context_parallel)
+        config = replace(config, parallel=parallel)
 
     def build(repeat: bool) -> LoaderBase:
         return open_loader(replace(config, data=replace(data, repeat=repeat and not must_end)), **arguments)

@@ -81,6 +81,9 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     (`PlannedLoader`).
     """
 
+    quarantined: Mapping[tuple[str, str], str] | None = None
+    """Samples that are left out; None leaves out those in quarantine where a process begins."""
+
     def __init__(self, encoder: Any, *, rank: int = 0, passes: Passes | None = None) -> None:
         self._encoder, self._rank, self.passes = encoder, rank, passes
         self._ledger: Ledger | None = None
@@ -104,11 +107,12 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         """Makes pack `number` below ``len(self)``, None if it has no sample; enters every sample that is read or
         dropped in the ledger."""
 
-    def _assembled(self, rendered: Sequence[Any]) -> Pack | None:
+    def _assembled(self, rendered: Sequence[Any], encoder: Any = None) -> Pack | None:
         """The pack of samples in the order of the plan, arranged and assembled as online; None if there are none."""
         if not rendered:
             return None
-        return cast(Pack, self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)]))
+        encoder = encoder or self._encoder
+        return cast(Pack, encoder.pack_selected_samples([rendered[at] for at in encoder.arrange(rendered)]))
 
     def number(self, position: int) -> int | None:
         """The pack at a position; None if there is none."""
@@ -120,9 +124,12 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         ledger = self._opened()
         number = self.number(position)
         pack = None if number is None else self._pack(number, ledger)
-        if pack is None:
-            pack = self._encoder.padding_pack()
+        pack = self._encoder.padding_pack() if pack is None else pack
         ledger.emit(position, pack.keys, changed=pack.changed)
+        return self._told(pack, position, ledger)
+
+    def _told(self, pack: Pack, position: int, ledger: Ledger) -> Pack:
+        """Says what was dropped before a pack."""
         pack.index = position
         pack.dropped, pack.read = ledger.take_dropped(), ledger.take_read()
         pack.worker = self._worker or 0
@@ -140,6 +147,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
                 budget=packing.drop_budget,
                 name=f"rank{self._rank}-worker{worker}",
                 most_pending=packing.max_drops_without_pack,
+                quarantined=self.quarantined,
             )
             self._ledger.tells = False  # the loader does
             workers = getattr(torch.utils.data.get_worker_info(), "num_workers", 1)
@@ -246,15 +254,23 @@ class PlannedPacks(PositionedPacks):
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         (planned,) = self._plan.packs(number, number + 1)
-        samples = [self.measured(each) for each in planned.samples]
-        rendered = []
-        for each, sample in zip(planned.samples, samples, strict=True):
+        return self._assembled([*self._rendered(planned.samples, ledger).values()])
+
+    def _rendered(
+        self, planned: Sequence[PlannedSample], ledger: Ledger, positions: Sequence[int] = ()
+    ) -> dict[int, Any]:
+        """The samples that can be rendered, by their places; `positions` are those of their packs where these are of
+        several."""
+        samples = [self.measured(each) for each in planned]
+        rendered = {}
+        for at, (each, sample) in enumerate(zip(planned, samples, strict=True)):
+            ledger.at = positions[at] if positions else None
             place = {"data": self._plan.facts.datasets[each.dataset].root, "modality": sample.modality}
             ledger.count_read(**place)
             render = functools.partial(self._encoder.postencode_sample, sample)
             if (made := attempt(sample.__key__, render, ledger, **place)) is not None:
-                rendered.append(made)
-        return self._assembled(rendered)
+                rendered[at] = made
+        return rendered
 
     def measured(self, planned: PlannedSample) -> MeasuredSample:
         """Measures a sample of the plan again, and compares it with the plan. Raises UserError: its record or its

@@ -34,6 +34,7 @@ from energon_packing.offline.files import METADATA, Amount, Count, Name, read_as
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
+from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
 from energon_packing.remote_files import check_local
 
@@ -63,6 +64,9 @@ SCHEMA = pa.schema(
 )
 """Columns of a plan of conversations; see `schema_of`."""
 COSTS = ("cost", "vision_cost")  # those that plans of before lack
+LIMITED = ("images", "patches")  # of each sample, in plans for dynamic context parallelism, whose rows are made later
+SIZES = ("length", "second", *COSTS, *LIMITED, "dataset", "shard", "row", "piece")
+"""Of each sample, what its row depends on where ranks share it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +146,12 @@ class PlanFacts:
     @property
     def schema(self) -> pa.Schema:
         """Columns of its rows."""
-        return schema_of(SCHEMA, self.kind)
+        return schema_of(SCHEMA, self.kind, *(LIMITED if self.token_cost else ()))
+
+    @property
+    def token_cost(self) -> float:
+        """Cost of a token without attention; 0 in plans that were not made for dynamic context parallelism."""
+        return float(self.decided.get("token_cost", 0))
 
     def roots(self, *, records: bool) -> list[str]:
         """Directories and addresses that reading the plan's rows needs: of the media that they show, or with `records`
@@ -188,6 +197,7 @@ class PlanFacts:
         facts = read_as(cls, values)
         read_as(tuple[Amount | None, ...], [facts.decided[name] for name in facts.decided if name.startswith("max_")])
         read_as(tuple[Count, ...], [facts.decided[name] for name in ("seq_length", "multiple", "reserved")])
+        read_as(Amount, facts.decided.get("token_cost", 0))
         read_as(tuple[Mapping, Mapping], [facts.config[name] for name in ("encoder", "packing")])
         shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
         read_as(tuple[tuple[str, Amount], ...], shares)
@@ -213,6 +223,7 @@ class Plan:
         self.facts = facts
         self._file: pq.ParquetFile | None = None
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
+        self._numbers = functools.lru_cache(maxsize=4 * CACHED)(self._numbers_of)
         self._costs = functools.lru_cache(maxsize=MOST_GROUPS)(self._costs_of)  # 16 bytes a pack
 
     @classmethod
@@ -243,8 +254,7 @@ class Plan:
         for table, packs in map(self._group, self._groups(start, stop)):
             begin, end = np.searchsorted(packs, [start, stop]).tolist()
             for row in table.slice(begin, end - begin).to_pylist():
-                media = tuple(MediaFile(**each) for each in row["media"] or ())
-                samples.setdefault(row.pop("pack"), []).append(PlannedSample(**row | {"media": media}))
+                samples.setdefault(row["pack"], []).append(_sample(row))
         return [PlannedPack(number=number, samples=tuple(some)) for number, some in samples.items()]
 
     def costs(self, start: int, stop: int) -> np.ndarray:
@@ -263,6 +273,38 @@ class Plan:
             cost = sum(CONSTANTS.costs(Size(segment_lengths=lengths)))
         begins = np.flatnonzero(np.diff(columns["pack"], prepend=-1))
         return np.stack([np.add.reduceat(each, begins) for each in np.broadcast_arrays(vision, cost - vision)], axis=1)
+
+    def hold(self, groups: int) -> None:
+        """Keeps so many row groups that were read."""
+        self._group = functools.lru_cache(maxsize=groups)(self._group_of)
+
+    def sizes(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """What the samples of some packs have, pack after pack: `SIZES` ``[rows, len(SIZES)]`` int64, and the place of
+        each in its pack, with the pack's place in `numbers`, ``[rows, 2]`` int64. Raises as `packs`."""
+        found, places = [np.zeros((0, len(SIZES)), np.int64)], [np.zeros((0, 2), np.int64)]
+        for at, number in enumerate(numbers):
+            (group,) = self._groups(number, number + 1)
+            packs, table = self._numbers(group)
+            first, stop = np.searchsorted(packs, [number, number + 1]).tolist()
+            found.append(table[first:stop])
+            places.append(np.stack([np.arange(stop - first), np.full(stop - first, at)], axis=1))
+        return np.concatenate(found), np.concatenate(places)
+
+    def sample(self, number: int, place: int) -> PlannedSample:
+        """The sample at a place of a pack. Raises as `packs`."""
+        (group,) = self._groups(number, number + 1)
+        table, packs = self._group(group)
+        (row,) = table.slice(int(np.searchsorted(packs, number)) + place, 1).to_pylist()
+        return _sample(row)
+
+    def _numbers_of(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        table = self._read(group, ["pack", *SIZES])
+        if missing := [name for name in SIZES if name not in table.schema.names or table.column(name).null_count]:
+            raise UserError(f"{self.path} is damaged (a row lacks its {missing[0]}); make the plan again.")
+        values = np.stack([table.column(name).to_numpy().astype(np.int64) for name in SIZES], axis=1)
+        if (values[:, :-1] < 0).any():
+            raise UserError(f"{self.path} is damaged (a row has a number below 0); make the plan again.")
+        return table.column("pack").to_numpy(), values
 
     def _groups(self, start: int, stop: int) -> range:
         if not 0 <= start <= stop <= len(self):
@@ -311,6 +353,30 @@ class Plan:
             raise UserError(f"{self.path} cannot be read ({error}); make the plan again.") from error
 
 
+def _sample(row: Mapping[str, Any]) -> PlannedSample:
+    """Of a row of a plan."""
+    media = tuple(MediaFile(**each) for each in row["media"] or ())
+    return PlannedSample(**{name: row[name] for name in row if name not in ("pack", *LIMITED)} | {"media": media})
+
+
+def step_samples(table: np.ndarray, packs: np.ndarray, groups: np.ndarray, token: float, limits: Any) -> StepSamples:
+    """Samples with `SIZES` ``[N, len(SIZES)]``, in packs ``[N]``, of data sets in these groups (a number each), under
+    the limits of packs, to be shared out."""
+    columns = dict(zip(SIZES, table.T, strict=True))
+    lengths = np.stack([columns["length"], columns["second"]], axis=1)
+    costs = {name: columns[name] for name in LIMITED} | {"segments": 1 + (lengths[:, 1] > 0)}
+    return StepSamples(
+        lengths=lengths,
+        vision=columns["vision_cost"],
+        language=columns["cost"] - columns["vision_cost"],
+        packs=packs,
+        groups=groups[columns["dataset"]],
+        sources=np.unique(table[:, -4:], axis=0, return_inverse=True)[1].reshape(-1),
+        token=token,
+        limited={name: (costs[name], most) for name, most in limits.limited.items()},
+    )
+
+
 def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, stop: int) -> str | None:
     """Why rows cannot be those of the packs ``[first, stop)`` of these data sets; None if they can."""
     numbers = [name for name in table.schema.names if name != "media"]
@@ -350,7 +416,7 @@ def hashed(tables: Iterable[pa.Table], digest: Any) -> Iterator[pa.Table]:
     for table in tables:
         media = table.column("media").combine_chunks()
         files, counts = media.flatten(), pc.fill_null(pc.list_value_length(media), 0)
-        costs = {*COSTS} & {*table.schema.names}
+        costs = {*COSTS, *LIMITED} & {*table.schema.names}
         places = [table.column(name) for name in ("key", "offset", "size", *sorted(costs))]
         for column in (*places, counts, *map(files.field, range(files.type.num_fields))):
             if pa.types.is_string(column.type):

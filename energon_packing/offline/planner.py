@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -23,14 +23,15 @@ from energon_packing.config.setting import before, marked
 from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, Share, gathered, shares_of
+from energon_packing.offline.blend import Blend, Share, gathered, group_numbers, shares_of
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order
-from energon_packing.offline.plan import PlanFacts, drops_path, hashed, written_drops
+from energon_packing.offline.plan import LIMITED, PlanFacts, drops_path, hashed, step_samples, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.dynamic_context import Domain, best_size, efficiency_of_fixed, smallest_size
 from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
@@ -110,6 +111,11 @@ class OrderedPacks:
     blend: Blend  # what was packed
 
 
+def is_dynamic(config: AnyRun) -> TypeGuard[RunConfig]:
+    """Whether rows are made of a plan's global batches when they are read."""
+    return isinstance(config, RunConfig) and config.parallel.is_dynamic
+
+
 def ordered_packs(
     blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
@@ -135,7 +141,10 @@ def ordered_packs(
         pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1])
         start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
-        chosen = balanced_order(pack_costs, group=wide, before=before, seed=[settings.seed, epoch, 3])
+        seed = [settings.seed, epoch, 3]
+        chosen = np.random.default_rng(seed).permutation(counts.size)  # whoever shares its rows evens a step out
+        if not is_dynamic(config):
+            chosen = balanced_order(pack_costs, group=wide, before=before, seed=seed)
         before = np.concatenate([before, pack_costs[chosen]])
         before = before[len(before) // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))
@@ -304,6 +313,47 @@ def summary_of(
     }
 
 
+SHARING = (16, 64, 512)
+"""Data- and context-parallel ranks for which a plan says how well they share its rows, each with `BATCH` packs of a
+global batch for a replica of the static size where the configuration has no ``training.global_batch_size``."""
+BATCH, FIRST = 8, 4
+
+
+def sharing_of(
+    sources: Sources, samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: RunConfig
+) -> list[dict[str, Any]]:
+    """How well ranks share the rows of the first global batches: of ``ranks`` and ``global_batch_size``, efficiencies
+    with a ``dynamic`` size of each row, with the smallest ``static`` one, and in a plan for that (``fixed``); and the
+    ``size`` that a run takes, None for dynamic. Of numbers of ranks for which the plan has too few packs, nothing."""
+    parallel, seq_length, sizes, found = config.parallel, config.packing.seq_length, samples.sizes, []
+    most = parallel.max_dynamic_context_parallel_size
+    Domain.of(parallel, seq_length, ranks=most)  # refuses what no number of ranks mends
+    token, groups = kind_of_config(config).cost(config).token, group_numbers(sources.datasets, config.plan)
+    for ranks in (each for each in SHARING if each % most == 0):
+        domain = Domain.of(parallel, seq_length, ranks=ranks)
+        replicas = max(ranks * domain.tokens // seq_length, 1)
+        own = config.training.global_batch_size
+        batch = own if own > 1 else BATCH * replicas
+        steps = min(FIRST, packs.costs.size // batch)
+        if not steps or batch < replicas:
+            continue
+        batches = []
+        for at in range(steps):
+            ends = packs.offsets[at * batch : (at + 1) * batch + 1]
+            rows = packs.order[ends[0] : ends[-1]]
+            both = packs.of_samples[rows]
+            columns = [sizes.length[rows], sizes.second[rows], both.sum(axis=1), both[:, 0]]
+            columns += [sizes.images[rows], sizes.patches[rows], *sources.place(samples.source[rows])]
+            table = np.stack([*columns, samples.piece[rows]], axis=1).astype(np.int64)
+            batches.append(step_samples(table, np.repeat(np.arange(batch), np.diff(ends)), groups, token, limits))
+        size, dynamic, static = best_size(batches, domain, seq_length)
+        fixed = efficiency_of_fixed(batches, domain, smallest_size(domain, seq_length))
+        shares = {"dynamic": dynamic, "static": static, "fixed": fixed}
+        told = {"ranks": ranks, "global_batch_size": batch, "size": size}
+        found.append(told | {name: round(value, 4) for name, value in shares.items()})
+    return found
+
+
 def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
     """`step_efficiency` of all whole steps; None if there is none."""
     whole = costs.size // ranks * ranks
@@ -369,7 +419,10 @@ def make_plan(
     rest = None if left is None else rows_left(left, sources, samples)
     packs = ordered_packs(blend, samples, limits, config, rest)
     facts = _facts(sources, samples, drops, packs, limits, config, left)
-    facts = replace(facts, summary=summary_of(told, samples, packs, limits, config))
+    summary = summary_of(told, samples, packs, limits, config)
+    if is_dynamic(config):
+        summary["sharing"] = sharing_of(sources, samples, packs, limits, config)
+    facts = replace(facts, summary=summary)
     try:
         with written_drops(out, facts, drops, sources) as digest:  # takes its place after the plan
             write_table(out, facts.schema, hashed(_tables(sources, samples, packs, facts), digest), facts.to_json())
@@ -441,6 +494,8 @@ def _facts(
         "oversize": packing.oversize,
         "plan": (planned := to_mapping(config.plan)),
     }
+    if is_dynamic(config):
+        decided["token_cost"] = kind_of_config(config).cost(config).token
     names = {it for each in sources.datasets for it in each.names}
     if not planned["datasets"].keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
         for name in [it for it in planned["datasets"] if it not in names and os.path.abspath(it) in names]:
@@ -528,6 +583,7 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
             "vision_cost": packs.of_samples[rows, 0],
             **{name: taken.column(name).cast(schema.field(name).type) for name in names},
         }
+        columns |= {name: getattr(samples.sizes, name)[rows] for name in LIMITED if name in schema.names}
         if samples.sizes.text_tokens is not None:
             columns["text_tokens"] = samples.sizes.text_tokens[rows]
         yield pa.table({name: columns[name] for name in schema.names}, schema=schema)

@@ -134,7 +134,7 @@ def drawn_packs(
                 pack,
                 encoder.encoder.family,
                 seq_length=config.packing.seq_length,
-                context_parallel=config.parallel.context_parallel,
+                context_parallel=config.parallel.most_context_parallel,
                 media=lambda key: encoder.shown.get(key, ()),
                 sources=sources,
                 most=most,
@@ -142,7 +142,7 @@ def drawn_packs(
         )
         progress("packs", len(drawn), wanted.packs)
     facts: dict[str, Any] = {"path": config.data.path, "seq_length": config.packing.seq_length}
-    facts |= {name: getattr(config.parallel, name) for name in ("multiple", "context_parallel")}
+    facts |= {"multiple": config.parallel.multiple, "context_parallel": config.parallel.most_context_parallel}
     return drawn, facts
 
 

@@ -147,13 +147,15 @@ class TextToVideoRunConfig:
                 f"encoder.device is {self.encoder.device!r} with data.workers={self.data.workers}: forked loader "
                 "processes cannot use it. Set data.workers to 0, or store latents and embeddings beforehand."
             )
+        if self.parallel.is_dynamic:
+            raise ConfigError("parallel.context_parallel is dynamic, but rows of clips have one size; set a number.")
         check_multiple("packing.seq_length", self.packing.seq_length, self.multiple)
 
     @property
     def multiple(self) -> int:
         """Patches, and text tokens, that every clip is padded to a multiple of."""
         if self.encoder.compat == "bridge":
-            return alignment_multiple(context_parallel=self.parallel.context_parallel)
+            return alignment_multiple(context_parallel=self.parallel.most_context_parallel)
         return self.parallel.multiple
 
 

@@ -184,7 +184,10 @@ def test_a_state_after_a_step_goes_on_in_any_layout_and_one_inside_a_step_only_i
     _, inside = indices(run, 7)
     for other in others:
         assert sorted(indices(other, 16, state=whole)[0]) == list(range(8, 24))
-        with pytest.raises(ConfigError, match=r"inside a global batch \(\[7, 8, 1, 2, 1, 0\]\), which data\.order"):
+        with pytest.raises(
+            ConfigError,
+            match=r"inside a global batch \(\[7, 8, 1, 2, 1, 0\]\), which had another order there \(data\.order",
+        ):
             indices(other, 1, state=inside)
     assert sorted(indices(run, 9, state=inside)[0])[1:] == list(range(8, 16))
 

@@ -143,7 +143,7 @@ def compare_run(
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise UserError(f"The device {device!r} is not available; use --device cpu.")
     limit = TOLERANCE if tolerance is None else tolerance
-    cp_size = config.parallel.context_parallel
+    cp_size = config.parallel.most_context_parallel
     encoder = ConversationEncoder(config.encoder)
     subject = load_subject(
         encoder, model=model, seq_length=config.packing.seq_length, attention=attention, device=device

@@ -30,6 +30,10 @@ _OWNED_BY_MEGATRON = {
     "training.calculate_per_token_loss": "calculate_per_token_loss",
     "training.average_in_collective": "ddp_average_in_collective",
 }
+# Read with --dynamic-context-parallel alone, without which they have other defaults.
+_OWNED_IF_DYNAMIC = {
+    f"parallel.{name}": name for name in ("max_seqlen_per_dp_cp_rank", "min_dynamic_context_parallel_size")
+}
 
 UNREAD: Mapping[str, tuple[str, ...]] = {
     "is read by Megatron-LM's own data sets or its scripts', which packs replace; remove it": (
@@ -40,7 +44,7 @@ UNREAD: Mapping[str, tuple[str, ...]] = {
         *("allow_ambiguous_pad_tokens", "full_validation", "multiple_validation_sets", "hybrid_context_parallel"),
         *("apply_data_augment", "only_keep_samples_with_img", "allow_cross_sample_attention"),
     ),
-    "packs rows again; remove it": ("sequence_packing_scheduler", "use_varlen_dataset", "dynamic_context_parallel"),
+    "packs rows again; remove it": ("use_varlen_dataset",),
     "changes the loss of scripts, which packs replace; remove it": ("logits_load_dir", "export_kd_teacher_load"),
     "weighs turns in a script that packs replace; remove it and set encoder.loss_weighting": ("use_loss_scaling",),
     "sets the template of Megatron-LM's tokenizer; remove it and set encoder.chat_template": ("chat_template",),
@@ -109,8 +113,11 @@ def run_config_of(args: Any) -> RunConfig:
     given = {f"{section}.{key}" for section, settings in values.items() for key in settings or ()}
     _refuse_contradictions(config, given, args)
     length, argument = row_length(args), "--" + _length_argument(args).replace("_", "-")
+    dynamic = is_dynamic(args)
+    scheduled = dynamic or getattr(args, "sequence_packing_scheduler", None)
     equal_width = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
-    equal_width = equal_width or bool(getattr(args, "tp_comm_overlap", False))  # whose buffers have one size
+    # Buffers of the last have one size; Megatron-Core sends rows of any size where it takes them from a scheduler.
+    equal_width = (equal_width and not scheduled) or bool(getattr(args, "tp_comm_overlap", False))
     refuse(
         (
             "packing.seq_length" in given and config.packing.seq_length != length,
@@ -131,9 +138,14 @@ def run_config_of(args: Any) -> RunConfig:
             "width; remove it.",
         ),
         (
-            config.data.order_micro_batches
-            and (args.rampup_batch_size or getattr(args, "step_batch_size_schedule", None)),
-            "data.order_micro_batches needs a global batch of one size; turn it off, or let the batch stay.",
+            (config.data.order_micro_batches or dynamic)
+            and any(getattr(args, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule")),
+            f"{'--dynamic-context-parallel' if dynamic else 'data.order_micro_batches'} needs a global batch of one "
+            "size; turn it off, or let the batch stay.",
+        ),
+        (
+            dynamic and getattr(args, "tp_comm_overlap", False),
+            "--tp-comm-overlap has buffers for rows of one size; remove it, or --dynamic-context-parallel.",
         ),
         (
             config.encoder.loss_weighting != "token" and not args.calculate_per_token_loss,
@@ -145,10 +157,12 @@ def run_config_of(args: Any) -> RunConfig:
     packing = replace(
         config.packing, seq_length=length, pad_to_max_length=config.packing.pad_to_max_length or equal_width
     )
+    by_row = {each: getattr(args, each) for each in _OWNED_IF_DYNAMIC.values() if dynamic and getattr(args, each)}
     parallel = replace(
         config.parallel,
+        **by_row,
         tensor_parallel=args.tensor_model_parallel_size,
-        context_parallel=args.context_parallel_size,
+        context_parallel="dynamic" if dynamic else args.context_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         microbatch_group_size_per_vp_stage=0,
         expert_parallel=args.expert_model_parallel_size,
@@ -160,8 +174,19 @@ def run_config_of(args: Any) -> RunConfig:
             f"{argument} is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
             f"use {length // parallel.multiple * parallel.multiple}."
         )
-    training = replace(config.training, micro_batch_size=1, global_batch_size=args.global_batch_size)
+    evaluated = getattr(args, "eval_global_batch_size", None)
+    training = replace(
+        config.training,
+        micro_batch_size=1,
+        global_batch_size=args.global_batch_size,
+        eval_global_batch_size=evaluated or config.training.eval_global_batch_size,
+    )
     return replace(config, data=data.beside(args), packing=packing, parallel=parallel, training=training)
+
+
+def is_dynamic(args: Any) -> bool:
+    """Whether each row has a context-parallel size of its own."""
+    return bool(getattr(args, "dynamic_context_parallel", False))
 
 
 def check_arguments(args: Any) -> None:
@@ -174,7 +199,7 @@ def check_arguments(args: Any) -> None:
     uneven = shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss
     refuse(
         (
-            args.dataloader_type != "external",
+            args.dataloader_type not in ("external", *(["single"] if is_dynamic(args) else ())),
             f"--dataloader-type is {args.dataloader_type}; packs need --dataloader-type external.",
         ),
         *(
@@ -216,7 +241,15 @@ def check_arguments(args: Any) -> None:
 
 
 def _refuse_contradictions(config: RunConfig, given: set[str], args: Any) -> None:
-    for setting, name in _OWNED_BY_MEGATRON.items():
+    dynamic = is_dynamic(args)
+    if dynamic != config.parallel.is_dynamic and "parallel.context_parallel" in given:
+        raise ConfigError(
+            f"parallel.context_parallel is {config.parallel.context_parallel}, but --dynamic-context-parallel is "
+            f"{'' if dynamic else 'not '}given; add one of them, or remove the other."
+        )
+    for setting, name in (_OWNED_BY_MEGATRON | (_OWNED_IF_DYNAMIC if dynamic else {})).items():
+        if dynamic and setting == "parallel.context_parallel":
+            continue
         section, key = setting.split(".")
         ours, theirs = getattr(getattr(config, section), key), getattr(args, name, None)
         if setting in given and theirs is not None and ours != theirs:

@@ -1,7 +1,10 @@
 """An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state."""
 
 import argparse
+import contextlib
+import inspect
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,11 +20,19 @@ from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state
-from energon_packing.errors import PackingError
+from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import ledger_apart
-from energon_packing.megatron_lm.arguments import ROW_LENGTH, add_energon_packing_args, row_length, run_config_of
+from energon_packing.megatron_lm import planned_scheduler
+from energon_packing.megatron_lm.arguments import (
+    ROW_LENGTH,
+    add_energon_packing_args,
+    is_dynamic,
+    row_length,
+    run_config_of,
+)
+from energon_packing.megatron_lm.planned_scheduler import core_row
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_packs, packs_of_steps, refuse_short_plan
+from energon_packing.offline.open_loader import open_packs, packs_of_steps, plan_behind, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
 from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
 from energon_packing.thd.fields import TOKEN_FIELDS
@@ -121,6 +132,39 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
     )
 
 
+def scheduled_batch(data_iterator: Any) -> StageBatch:
+    """The next micro-batch of a step that `PlannedScheduler` handed on, which Megatron-Core cuts for its ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.datasets import data_schedule
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args, read = get_args(), data_schedule.get_batch_on_this_rank_for_sequence_packing
+    how = {"dynamic_cp": is_dynamic(args), "config": core_transformer_config_from_args(args)}
+    known = inspect.signature(read).parameters
+    names = ("tokens", "labels", "loss_mask", "_", "position_ids", "packed_seq_params", "padding_mask")
+    batch = dict(zip(names, read(data_iterator, **{name: how[name] for name in how if name in known}), strict=True))
+    del batch["_"]  # an attention mask
+    params = batch["packed_seq_params"]
+    with contextlib.suppress(ImportError):  # of Core's branch dev, where it says how a row is cut
+        from megatron.core.context_parallel_layout import finalize_packed_seq_params
+
+        finalize_packed_seq_params(params)
+    # A masked tail has no tokens of its own in Core's mask, but kernels get no empty segment.
+    physical = params.cu_seqlens_q_padded
+    if physical is not None:
+        real, whole = params.cu_seqlens_q.diff(), physical.diff()
+        real = torch.where(real == 0, whole, real).cumsum(0, dtype=torch.int32)
+        params.cu_seqlens_q = params.cu_seqlens_kv = torch.nn.functional.pad(real, (1, 0))
+        segments = torch.arange(len(whole), dtype=torch.int32, device=whole.device)
+        params.seq_idx = segments.repeat_interleave(whole)[None]  # for layers with a state
+    of_layers = _of_sequence_parallel_rank(batch["padding_mask"])
+    put_mask(params, of_layers)
+    if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+        batch["padding_mask"] = of_layers
+    return StageBatch(**batch, cu_seqlens=params.cu_seqlens_q, visual_inputs=None)
+
+
 def device() -> torch.device:
     """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -196,6 +240,22 @@ class PackDataloader:
         self._reader.restore_together(read)
 
 
+class StepDataloader(PackDataloader):
+    """The rows of this rank, all of a global batch at a time, for `PlannedScheduler`.
+
+    ``rows`` gives their number where all have one context-parallel size; those that ranks share say it themselves.
+    """
+
+    def __init__(self, *arguments: Any, rows: Callable[[], int], **what: Any) -> None:
+        super().__init__(*arguments, **what)
+        self._rows = rows
+
+    def __next__(self) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+        first: PackedBatch = super().__next__()
+        count = first.shared.micro_batches if first.shared else self._rows()
+        return [core_row(each) for each in (first, *(super(StepDataloader, self).__next__() for _ in range(count - 1)))]
+
+
 def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
     """Posts the last steps when the run ends. Megatron-LM has ended its Weights & Biases run by then."""
     from megatron.training import get_args, get_tensorboard_writer
@@ -243,11 +303,15 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
         Path(get_checkpoint_name(folder, args.iteration, pipeline_parallel=pipelined, **named))
         for pipelined in ((None, False, True) if data_parallel_rank is None else (None,))
     )
-    return read_state(
-        next((path for path in (own, *others) if path.is_file()), own),
+    file = next((path for path in (own, *others) if path.is_file()), own)
+    state = read_state(
+        file,
         missing="the world size or --dataloader-save differs from the run that saved it, or the model was copied "
         "without it. Give --packing-restart-data to start the data over.",
     )
+    if state is None:
+        raise ConfigError(f"{file} holds no state; a rank that does not read wrote it. Give --packing-restart-data.")
+    return state
 
 
 def parse_and_validate_args(
@@ -263,8 +327,19 @@ def parse_and_validate_args(
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
     theirs = extra_args_provider or (lambda parser: parser)
-    defaults = {"dataloader_type": "external"} | dict(args_defaults or {})
+    # Megatron-LM asks for its own loader there, though its scheduler may read any iterator.
+    given = dict(args_defaults or {})
+    dynamic = "--dynamic-context-parallel" in sys.argv or given.get("dynamic_context_parallel")
+    defaults = {"dataloader_type": "single" if dynamic else "external"} | given
     args = megatrons(lambda parser: add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
+    if is_dynamic(args) and args.dataloader_type == "single":
+        args.dataloader_type = "external"
+    if is_dynamic(args):
+        words = {word.partition("=")[0].replace("_", "-") for word in sys.argv}
+        if "--max-seqlen-per-dp-cp-rank" not in words and "max_seqlen_per_dp_cp_rank" not in given:
+            args.max_seqlen_per_dp_cp_rank = None  # not what Core's own packing needs at least
+        config = run_config_of(args)
+        args.max_seqlen_per_dp_cp_rank = config.parallel.tokens_of_a_rank(config.packing.seq_length)
     setattr(args, ROW_LENGTH, row_length(args))
     enforce_rules(args, run_config_of(args))
     return args
@@ -285,19 +360,38 @@ def train_valid_test_datasets_provider(
         UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.
     """
     from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
 
     args = get_args()
     config = run_config_of(args)
     enforce_rules(args, config)
-    data_parallel = parallel_state.get_data_parallel_group()
+    scheduler, dynamic = getattr(args, "sequence_packing_scheduler", None), is_dynamic(args)
+    if scheduler:
+        path = config.data.path
+        if not has_global_packs(path):
+            raise ConfigError(
+                f"--sequence-packing-scheduler packs rows again, and {path} is no plan, which says what it would "
+                "schedule; remove it, or plan the data set."
+            )
+        facts = plan_behind(path).facts
+        media = [each["name"] for each in facts.summary.get("datasets", ()) if each.get("rows_with_media")]
+        encoder = config.encoder
+        if media or encoder.position_ids == "mrope" or encoder.extra_fields:
+            has = f"{media[0]} has media" if media else "the run has encoder.position_ids mrope or extra_fields"
+            raise ConfigError(
+                f"Megatron-Core's scheduler takes rows of text with positions of one axis, and {has}; "
+                "remove --sequence-packing-scheduler and --dynamic-context-parallel (docs/dynamic_context.md)."
+            )
+        planned_scheduler.install(scheduler)
+    data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=dynamic)
     groups = SimpleNamespace(
         dp=data_parallel,
         tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
+        cp=None if dynamic else parallel_state.get_context_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
     )
-    ranks = data_parallel.size()
+    ranks = 1 if dynamic else data_parallel.size()  # that share a global batch in turn
     batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
     packs = packs_of_steps(int(args.eval_iters or 0), batch, ranks)  # of one call of Megatron-LM's `evaluate`
     made: list[PackDataloader | None] = []
@@ -308,8 +402,11 @@ def train_valid_test_datasets_provider(
             made.append(None)
             continue
         chosen = ledger_apart(replace(config, metrics=MetricsConfig()), name) if made else config
-        what = {"evaluation": packs} if made else {}
-        made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel, **what))
+        what: dict[str, Any] = {"evaluation": packs} if made else {}
+        if scheduler:
+            what["rows"] = (lambda: batch // ranks) if made else get_num_microbatches
+        kind = StepDataloader if scheduler else PackDataloader
+        made.append(kind(chosen, replica, split=split, data_parallel_group=data_parallel, **what))
     train, valid, test = made
     if train is not None:
         path = config.data.path
@@ -325,6 +422,8 @@ def train_valid_test_datasets_provider(
         train.restore_together(read)
         if args.save and not args.dataloader_save:
             args.dataloader_save = os.path.join(args.save, BESIDE_MODEL)
+        if parallel_state.get_context_parallel_rank() > 0:  # its file is that of the first; some releases write both
+            args.dataloader_save = None
     return train, valid, test
 
 

@@ -16,6 +16,7 @@ from energon_packing.megatron_lm.dataloader import (
     StageBatch,
     get_batch,
     parse_and_validate_args,
+    scheduled_batch,
     train_valid_test_datasets_provider,
 )
 from energon_packing.thd.rotary import repair_rotary
@@ -56,15 +57,18 @@ def called_by_name(model: Any, batch: StageBatch) -> Any:
 def read(data_iterator: Any, schedule_plan: bool, **how: Any) -> StageBatch:
     """`get_batch`, with its arguments ``how``, under Megatron-LM's timer; counts the real tokens for its FLOPs report.
     Raises `ConfigError`: a schedule plan is requested."""
-    from megatron.training import get_timers, training
+    from megatron.training import get_args, get_timers, training
 
     if schedule_plan:
         raise ConfigError(NO_SCHEDULE_PLAN)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, **how)
+    scheduled = getattr(get_args(), "sequence_packing_scheduler", None)
+    if scheduled and how:
+        raise ConfigError("This forward step needs whole rows, and Megatron-Core's scheduler cuts them; remove it.")
+    batch = scheduled_batch(data_iterator) if scheduled else get_batch(data_iterator, **how)
     count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # from Megatron-Core 0.19 on
-    if count is not None:
+    if count is not None and not scheduled:  # else the scheduler has told the lengths of the step
         count(batch.cu_seqlens)
     timers("batch-generator").stop()
     return batch

@@ -28,7 +28,7 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.states import read_state as state_in_file
 from energon_packing.errors import ConfigError
-from energon_packing.megatron_lm import dataloader
+from energon_packing.megatron_lm import dataloader, gpt
 from energon_packing.megatron_lm.arguments import (
     _OWNED_BY_MEGATRON,
     UNREAD,
@@ -152,6 +152,65 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
         run_config_of(arguments("packing: {seq_length: 64}", **given))
 
 
+# As its branch dev parses them.
+DYNAMIC = {"dynamic_context_parallel": True, "sequence_packing_scheduler": "default_dynamic_cp"}
+DYNAMIC |= {"max_seqlen_per_dp_cp_rank": 512, "min_dynamic_context_parallel_size": 1}
+
+
+def test_rows_of_their_own_size_follow_from_the_arguments_and_the_file(arguments):
+    stages = {"pipeline_model_parallel_size": 2, "eval_global_batch_size": 6}
+    config = run_config_of(arguments("parallel: {max_dynamic_context_parallel_size: 4}", **DYNAMIC, **stages))
+    assert (config.parallel.context_parallel, config.parallel.max_seqlen_per_dp_cp_rank) == ("dynamic", 512)
+    assert config.training.eval_global_batch_size == 6
+    assert not config.packing.pad_to_max_length, "Core takes rows of any size from a scheduler, between stages too"
+    file = "parallel: {max_seqlen_per_dp_cp_rank: 256}"
+    given = DYNAMIC | {"max_seqlen_per_dp_cp_rank": None}  # as `parse_and_validate_args` leaves it
+    assert run_config_of(arguments(file, **given)).parallel.tokens_of_a_rank(4096) == 256
+    assert run_config_of(arguments("", **given)).parallel.tokens_of_a_rank(4096) == 512
+
+
+def test_validate_reads_the_arguments_of_rows_of_their_own_size(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {path: plan.parquet}")
+    words = [
+        "--seq-length",
+        "4096",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "8",
+        "--packing-config",
+        str(file),
+    ]
+    words += ["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank=512", "--calculate-per-token-loss"]
+    told = CliRunner().invoke(cli, ["validate", "--no-data", "--no-bridge", "--world-size", "8", "--", *words])
+    assert told.exit_code == 0, told.output
+    told = CliRunner().invoke(cli, ["validate", "--no-data", "--no-bridge", "--world-size", "8", "--", *words[:-1]])
+    assert told.exit_code == 1
+    assert "ours/dynamic-context-parallel" in told.output
+
+
+def test_a_scheduler_needs_a_plan_of_text(started, monkeypatch):
+    scheduler = {"iteration": 0, "sequence_packing_scheduler": "dp_balanced"}
+    with pytest.raises(ConfigError, match=r"--sequence-packing-scheduler packs rows again, and here is no plan"):
+        started((9, 0, 0), **scheduler)
+    monkeypatch.setattr(dataloader, "has_global_packs", lambda path: True)
+    facts = SimpleNamespace(summary={"datasets": [{"name": "charts", "rows_with_media": 3}]})
+    monkeypatch.setattr(dataloader, "plan_behind", lambda path: SimpleNamespace(facts=facts))
+    with pytest.raises(ConfigError, match="takes rows of text with positions of one axis, and charts has media"):
+        started((9, 0, 0), **scheduler)
+
+
+def test_a_forward_step_of_whole_rows_refuses_a_scheduler_that_cuts_them(arguments, monkeypatch):
+    from megatron import training
+
+    args = arguments("", **DYNAMIC)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(training, "get_timers", lambda: lambda *_, **__: SimpleNamespace(start=int, stop=int))
+    with pytest.raises(ConfigError, match="needs whole rows"):
+        gpt.read(iter(()), False, whole_row=True)
+
+
 @pytest.mark.parametrize(
     ("text", "megatrons", "named"),
     [
@@ -175,6 +234,12 @@ def test_rows_of_megatron_lms_own_scripts_are_as_long_as_their_language_model_re
         ("", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ("", {"context_parallel_size": 2, "calculate_per_token_loss": False}, "add --calculate-per-token-loss"),
         ("", {"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+        ("parallel: {context_parallel: dynamic}", {}, "--dynamic-context-parallel is not given"),
+        ("parallel: {context_parallel: 2}", DYNAMIC, "is 2, but --dynamic-context-parallel is given"),
+        ("parallel: {max_seqlen_per_dp_cp_rank: 128}", DYNAMIC, "but --max-seqlen-per-dp-cp-rank is 512"),
+        ("packing: {pad_to_max_length: true}", DYNAMIC, "packing.pad_to_max_length is about packs"),
+        ("", DYNAMIC | {"tp_comm_overlap": True}, "--tp-comm-overlap has buffers"),
+        ("", DYNAMIC | {"rampup_batch_size": [1, 2, 3]}, "needs a global batch of one size"),
         ("", {"seq_length": 4098, "context_parallel_size": 2, "pipeline_model_parallel_size": 2}, "use 4096"),
     ],
 )
@@ -226,7 +291,8 @@ def test_the_defaults_of_megatron_lms_parser_are_taken(megatrons_parser, argumen
 def test_every_argument_that_rules_read_is_one_of_megatron_lm(megatrons_parser):
     named = {name for _, name in _arguments()}
     assert {"--attention-backend", "--tp-comm-overlap", "--cuda-graph-modules"} < named
-    assert named < set(megatrons_parser._option_string_actions)
+    of_dev = {"--dynamic-context-parallel", "--sequence-packing-scheduler"}  # of its branch dev, see dynamic_ranks
+    assert named - of_dev < set(megatrons_parser._option_string_actions)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -566,7 +632,9 @@ def started(arguments, monkeypatch):
     from megatron import training
 
     for name in ("data", "tensor_model", "context", "pipeline_model"):
-        monkeypatch.setattr(checkpointing.mpu, f"get_{name}_parallel_group", lambda: SimpleNamespace(size=lambda: 1))
+        monkeypatch.setattr(
+            checkpointing.mpu, f"get_{name}_parallel_group", lambda **_: SimpleNamespace(size=lambda: 1)
+        )
         for what, value in (("rank", 0), ("world_size", 1)):
             monkeypatch.setattr(checkpointing.mpu, f"get_{name}_parallel_{what}", lambda value=value: value)
     monkeypatch.setattr(checkpointing.mpu, "is_pipeline_first_stage", lambda **_: True)

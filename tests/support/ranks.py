@@ -29,13 +29,22 @@ def ranks_environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
-def launch(program: str, *arguments: object, folder: Path, timeout: float = 400, **environment: str) -> None:
+def launch(
+    program: str,
+    *arguments: object,
+    folder: Path,
+    timeout: float = 400,
+    python: str | None = None,
+    **environment: str,
+) -> None:
     """Runs a program of ranks to its end; what it prints is in ``folder/output.txt``.
+
+    ``python`` is another interpreter than the one whose slow imports are done.
 
     Raises:
         RuntimeError: the program failed.
     """
-    command = [quick_python(), "-W", "ignore", program, *map(str, arguments)]
+    command = [python or quick_python(), "-W", "ignore", program, *map(str, arguments)]
     output = folder / "output.txt"
     with output.open("w") as out:
         # A session of its own: writers of checkpoints outlive the ranks that are killed.

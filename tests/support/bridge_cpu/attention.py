@@ -33,6 +33,7 @@ class SegmentAttention(MegatronModule):
     ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]``. Tokens between the real end of a segment and its physical end neither
     attend nor are attended to; their output is zero. Causal for language layers, full for the vision tower; with the
     window of ``config.window_size`` in the layers that have it, and with sinks where ``softmax_type`` asks for them.
+    Ranks share a row over ``packed_seq_params.cp_group`` where ``local_cp_size`` is set, else over the layer's group.
     """
 
     def __init__(
@@ -85,7 +86,11 @@ class SegmentAttention(MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError("the CPU stand-in for attention does not support a bias")
         causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
-        spread = self.config.context_parallel_size > 1 and self.cp_group is not None and self.cp_group.size() > 1
+        group = self.cp_group if self.config.context_parallel_size > 1 else None
+        if packed_seq_params is not None and getattr(packed_seq_params, "local_cp_size", None) is not None:
+            # As Megatron-Core's layer for Transformer Engine follows the row.
+            group = packed_seq_params.cp_group
+        spread = group is not None and group.size() > 1
         if packed_seq_params is None:
             if spread:
                 raise NotImplementedError(
@@ -96,7 +101,7 @@ class SegmentAttention(MegatronModule):
         if _ignore_boundaries and causal:
             return self._attend(query, key, value, causal).flatten(1)
         if spread:
-            return self._attend_over_ranks(query, key, value, packed_seq_params, causal).flatten(1)
+            return self._attend_over_ranks(query, key, value, packed_seq_params, group, causal).flatten(1)
         pieces: list[torch.Tensor] = []
         end = 0
         for start, stop in (*physical_segments(packed_seq_params), (query.size(0),) * 2):
@@ -107,7 +112,13 @@ class SegmentAttention(MegatronModule):
         return torch.cat(pieces).flatten(1)
 
     def _attend_over_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams, causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed: PackedSeqParams,
+        group: Any,
+        causal: bool,
     ) -> torch.Tensor:
         repeat = query.size(1) // key.size(1)
         key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
@@ -118,7 +129,7 @@ class SegmentAttention(MegatronModule):
             value,
             physical_segments(packed),
             boundaries,
-            self.cp_group,
+            group,
             causal=causal,
             scale=self.softmax_scale,
             dropout=self.dropout if self.training else 0.0,

@@ -288,6 +288,8 @@ def view_of_arguments(
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
     packing = (config or RunConfig()).packing
     least = {"pipeline_parallel": 1, "expert_parallel": 1, "tp_comm_overlap": 0}
+    if fields.get("sequence_packing_scheduler") or fields.get("dynamic_context_parallel"):
+        least = {"tp_comm_overlap": 0}
     one_width = any(fields.get(name, alone) > alone for name, alone in least.items())  # as `run_config_of` says
     view = RunView(
         **fields,
@@ -314,7 +316,8 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
     "--dataloader-seq-length": ("int", None), "--decoder-seq-length": ("int", None), "--packing-seq-length": ("int", 0),
     "--num-workers": ("int", 2), "--eval-iters": ("int", 100), "--eval-micro-batch-size": ("int", None),
     "--moe-z-loss-coeff": ("float", None), "--num-layers-per-virtual-pipeline-stage": ("int", None),
-    "--num-virtual-stages-per-pipeline-rank": ("int", None),
+    "--num-virtual-stages-per-pipeline-rank": ("int", None), "--max-seqlen-per-dp-cp-rank": ("int", None),
+    "--min-dynamic-context-parallel-size": ("int", 1),
     **{f"--{name.replace('_', '-')}": ("given", None) for names in UNREAD.values() for name in names},
 }  # fmt: skip
 """Arguments that no rule needs and `run_config_of` does: type, and Megatron-LM's or our default."""

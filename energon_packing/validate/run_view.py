@@ -65,6 +65,8 @@ def stated(source: Any, kind: Literal["bridge", "ours"]) -> dict[str, Any]:
         if value is not None:
             value = tuple(value) if isinstance(value, list) else value
             fields[entry.name] = bool(value) if isinstance(entry.default, bool) else value
+    if fields.get("context_parallel") == "dynamic":  # the groups of the trainer, which divide the global batch
+        fields["context_parallel"] = source.parallel.most_context_parallel
     return fields
 
 
@@ -96,6 +98,9 @@ class RunView:
     )
     hybrid_context_parallel: bool = at(False, bridge="model.")
     """Whether Megatron-Core deals the samples of a global batch to context-parallel ranks itself."""
+    dynamic_context_parallel: bool = at(False, bridge="model.", ours="parallel.is_dynamic", argument=True)
+    """Whether each row has a context-parallel size of its own; `context_parallel` is then that of the trainer's groups,
+    in our YAML the most ranks of a row."""
     dist_train: bool = at(False, bridge="model.dist_train.use_dist_train")
     """Whether vision encoder and language model run on separate GPUs (Qwen3-VL's DistTrain)."""
 
@@ -125,7 +130,7 @@ class RunView:
     """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
     enable_in_batch_packing: bool = at(False, bridge="dataset.", ours="training.")
     enable_global_batch_packing: bool = at(False, bridge="dataset.")
-    sequence_packing_scheduler: str | None = at(None, bridge="model.")
+    sequence_packing_scheduler: str | None = at(None, bridge="model.", argument=True)
     """What Megatron-Core packs the samples of a global batch by; Bridge's setting before it follows from it."""
     defer_in_batch_packing_to_step: bool = at(False, bridge="dataset.")
     """Bridge's flag for forward steps that do the in-batch packing themselves."""
@@ -258,7 +263,12 @@ class RunView:
         ours = self.dataset_kind == "packed_energon" and self.enable_offline_packing
         auto = "between" if self.noncausal or self.family.startswith(BOTH_WAYS) else AUTO_PADDING
         real = ours and (auto if self.padding == "auto" else self.padding) == "real"
-        return self.reaches_the_step_packed and self.multiple > 1 and not real
+        return self.reaches_the_step_packed and (self.scheduled or (self.multiple > 1 and not real))
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether Megatron-Core's scheduler hands rows on, which tells kernels that padding is between samples."""
+        return self.dynamic_context_parallel or (self.source == "argument" and bool(self.sequence_packing_scheduler))
 
     @property
     def ranks_of_a_row(self) -> int:
@@ -273,7 +283,8 @@ class RunView:
     @property
     def wide(self) -> bool:
         """Whether ranks share rows by context parallelism, in training or in evaluation."""
-        return self.context_parallel > 1 or (self.evaluates and (self.eval_context_parallel or 1) > 1)
+        evaluation = self.evaluates and (self.eval_context_parallel or 1) > 1
+        return self.context_parallel > 1 or self.dynamic_context_parallel or evaluation
 
     @property
     def evaluates(self) -> bool:

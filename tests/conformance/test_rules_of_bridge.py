@@ -218,6 +218,7 @@ NEVER_ALONE = {
             "ours/context-parallel-kind",
             "ours/fp8-attention",
             "ours/deterministic-delta-net",
+            "ours/dynamic-context-parallel",
             "ours/overlap-needs-one-width",
             "ours/packed-once",
         ),

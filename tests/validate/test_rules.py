@@ -327,6 +327,21 @@ OWN = [
         {"model": "Qwen35VL"},
         "error",
     ),
+    *(
+        ("ours/dynamic-context-parallel", {"dynamic_context_parallel": True} | broken, fixed, "error")
+        for broken, fixed in (
+            ({"source": "bridge"}, {"source": "argument"}),
+            ({"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}),
+            (
+                {"cuda_graph_impl": "transformer_engine", "pad_to_max_length": True, "pad_cu_seqlens": True},
+                {"cuda_graph_impl": "none"},
+            ),
+            ({"megatron_fsdp": True}, {"megatron_fsdp": False}),
+            ({"model": "Qwen3VL"}, {"model": "Qwen3MoE"}),
+            ({"model": "Qwen3VL"}, {"dynamic_context_parallel": False}),
+        )
+    ),
+    ("ours/packed-once", {"sequence_packing_scheduler": "dp_balanced"}, {"source": "argument"}, "error"),
     ("ours/packed-once", {"enable_global_batch_packing": True}, {"enable_global_batch_packing": False}, "error"),
     ("ours/packed-once", {"sequence_packing_scheduler": "dp_balanced"}, {"enable_offline_packing": False}, "error"),
     (

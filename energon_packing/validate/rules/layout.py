@@ -6,6 +6,7 @@ import re
 from energon_packing.validate.memory import GB
 from energon_packing.validate.rules.rule import (
     Finding,
+    SourceLine,
     bridge,
     bridge_is_silent_on_loss,
     bridges_rule,
@@ -104,6 +105,43 @@ _hybrid_context_parallel = rule(
     "no data set of Megatron-Bridge hands out, and stops at the first step",
     fix="set model.hybrid_context_parallel to false",
 )
+
+_BY_ROW = "each row has a context-parallel size of its own"
+
+
+@rule(
+    id="ours/dynamic-context-parallel",
+    order=1046,
+    checks="a run gives each row a context-parallel size of its own only where that works",
+    place="megatron.training.arguments.validate_args, on Megatron-LM's branch dev",
+    applies=lambda view: view.dynamic_context_parallel,
+    sources=(SourceLine("energon_packing/megatron_lm/planned_scheduler.py", "scheduler takes rows of text"),),
+)
+def _dynamic_context_parallel(view: RunView) -> Finding | None:
+    reasons = {
+        f"{_BY_ROW}, and Megatron-Bridge counts the micro-batches of a step before it reads them": (
+            view.source == "bridge",
+            "set model.dynamic_context_parallel to false; docs/dynamic_context.md says what is missing",
+        ),
+        f"{_BY_ROW}, and calculate_per_token_loss is false: ranks hold unequal numbers of trained tokens": (
+            not view.calculate_per_token_loss,
+            "set training.calculate_per_token_loss to true",
+        ),
+        f"{_BY_ROW}, and cuda_graph_impl is {view.cuda_graph_impl!r}: a graph has one": (
+            view.cuda_graph_impl != "none",
+            "set cuda_graph_impl to 'none'",
+        ),
+        f"{_BY_ROW}, and Megatron-FSDP gathers weights in all ranks at once": (
+            view.megatron_fsdp,
+            "leave out --use-megatron-fsdp",
+        ),
+        f"{_BY_ROW}, and Megatron-Core's scheduler takes rows of text, while {view.model} has images or sounds": (
+            view.sees_or_hears,
+            "set parallel.context_parallel to a number; docs/dynamic_context.md has patches",
+        ),
+    }
+    return next((Finding(why=why, fix=fix) for why, (wrong, fix) in reasons.items() if wrong), None)
+
 
 _comm_type_of_each_layer = bridges_rule(
     id="bridge/comm-type-of-each-layer",

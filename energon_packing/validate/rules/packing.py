@@ -139,8 +139,11 @@ _packed_once = rule(
     checks="rows that arrive packed are not packed again",
     place="megatron.core.datasets.data_schedule.wrap_data_iterator, after 0.19 (Megatron-Bridge#6127)",
     applies=lambda view: view.packed,
-    holds=lambda view: not view.enable_global_batch_packing and view.sequence_packing_scheduler is None,
-    sources=(SourceLine("energon_packing/megatron_lm/arguments.py", '"sequence_packing_scheduler", "use_varlen'),),
+    # In Megatron-LM a plan takes the scheduler's place, and a run without one refuses it.
+    holds=lambda view: (
+        not view.enable_global_batch_packing and (view.sequence_packing_scheduler is None or view.source == "argument")
+    ),
+    sources=(SourceLine("energon_packing/megatron_lm/dataloader.py", "--sequence-packing-scheduler packs rows again"),),
     why="Megatron-Core would pack the samples of a global batch, and take a packed row for one sample of text",
     fix="turn off dataset.enable_global_batch_packing and model.sequence_packing_scheduler",
 )

@@ -112,7 +112,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="Megatron-LM's layers with a state do not know the samples of a row",
         test=FAMILIES + "test_layers_with_a_state_get_the_numbers_of_the_samples[real_padding]",
         oracle="`PackedSeqParams` of Megatron-Core, told the length of the row",
-        edits=(("megatron_lm/dataloader.py", "    params.seq_idx = segments", "    params.seq_idx = None"),),
+        edits=(("megatron_lm/dataloader.py", "    params.seq_idx = segments  #", "    params.seq_idx = None  #"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -282,14 +282,20 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="a scheduler that packs rows again passes in a Bridge configuration",
         test=RULES + "test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed",
         oracle="Bridge's coming setting, which drives Megatron-Core's scheduler",
-        edits=(("validate/rules/packing.py", "packing and view.sequence_packing_scheduler is None", "packing"),),
+        edits=(
+            (
+                "validate/rules/packing.py",
+                'packing and (view.sequence_packing_scheduler is None or view.source == "argument")',
+                "packing",
+            ),
+        ),
     ),
     Mutation(
         trap=180,
         name="Megatron-LM's data sets of unequal rows pack ours again",
         test=ARGUMENTS + "test_what_cannot_work_is_refused_with_its_name",
         oracle="the argument's own meaning",
-        edits=(("megatron_lm/arguments.py", '"use_varlen_dataset", ', ""),),
+        edits=(("megatron_lm/arguments.py", '("use_varlen_dataset",)', "()"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -409,8 +409,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/loader.py",
-                "stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size",
-                "stop = len(self._packs)",
+                "return len(self._packs) - (len(self._packs) - self._position) % self._step",
+                "return len(self._packs)",
             ),
         ),
     ),
@@ -434,7 +434,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a plan has to suffice for the steps that are left, wherever they begin in it",
         test=SHARES + "test_a_plan_has_to_suffice_from_where_the_run_continues",
         oracle="the definition: its position and what is left",
-        edits=(("offline/open_loader.py", "too_short(plan, position + packs)", "too_short(plan, packs)"),),
+        edits=(
+            (
+                "offline/open_loader.py",
+                "too_short(plan_behind(path), position + packs)",
+                "too_short(plan_behind(path), packs)",
+            ),
+        ),
     ),
     Mutation(
         trap=91,

@@ -40,8 +40,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/metrics.py",
-                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs))\n",
-                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs))\n"
+                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, rows))\n",
+                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, rows))\n"
                 "        self._used(0.0, self._taken + 1)\n",
             ),
         ),

@@ -62,6 +62,7 @@ class SharedPacks(PlannedPacks):
     def __init__(self, plan: Plan, encoder: Any, *, rank: int, domain: Domain, batch: int) -> None:
         super().__init__(plan, encoder, rank=rank)
         plan.hold(HELD)
+        self._sizes = copy.copy(plan).sizes  # of a copy, since workers have the file of `plan`
         if not plan.facts.token_cost:
             raise ConfigError(
                 f"{plan.path} was made for a fixed context-parallel size; plan again with parallel.context_parallel: "
@@ -91,7 +92,7 @@ class SharedPacks(PlannedPacks):
 
     def _samples(self, numbers: Sequence[int]) -> tuple[StepSamples, list[tuple[int, int]]]:
         """The samples of some packs, and where each is in the plan."""
-        table, places = self._plan.sizes(numbers)
+        table, places = self._sizes(numbers)
         token, limits = self._plan.facts.token_cost, self._encoder.limits
         found = step_samples(table, places[:, 1], self._groups, token, limits)
         return found, [(at, place) for place, at in places.tolist()]

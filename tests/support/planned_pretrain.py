@@ -48,7 +48,7 @@ def record(case: megatron_lm_ranks.Case, rank: int, folder: Path, seen: dict[str
         seen["sizes"].append(batch.packed_seq_params.local_cp_size or 0)
         return batch
 
-    gpt.scheduled_batch = noted
+    gpt.scheduled_batch = noted  # type: ignore[assignment]
 
 
 _RECORD = megatron_lm_ranks.record

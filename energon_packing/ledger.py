@@ -118,9 +118,8 @@ class Ledger:
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
         self._quarantine: LineFile | None = None
-        self._causes = (
-            quarantine(directory) if quarantined is None else dict(quarantined)
-        )  # path of the data set and key of a quarantined sample -> why
+        # Path of the data set and key of a quarantined sample -> why.
+        self._causes = quarantine(directory) if quarantined is None else dict(quarantined)
         self._marked = False
         self._of: str | None = None  # the run that saved the state
         # Samples read and dropped where this reader's last stretch began, and the one before, from which "late" counts.

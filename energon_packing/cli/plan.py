@@ -113,6 +113,8 @@ def encoder_parts(config: Any, directories: tuple[Path, ...], **workers: Any) ->
 
 def show_summary(result: dict[str, Any]) -> None:
     """Shows the figures of a plan as tables."""
+    from energon_packing.packing.dynamic_context import GAIN
+
     clips = "text_tokens" in result
     unit = "patches" if clips else "tokens"
     beside = f"{result['text_tokens']:,} text tokens" if clips else f"{result['images']:,} images"
@@ -146,7 +148,7 @@ def show_summary(result: dict[str, Any]) -> None:
     shares = [(ranks, f"{efficiency:.2%}") for ranks, efficiency in result["balance"].items()]
     console.print(table(shares, left=("data-parallel size",), right=("share of a step in which ranks compute",)))
     for each in result.get("sharing", ()):
-        small = each["dynamic"] < 1.03 * each["fixed"]
+        small = each["dynamic"] < (1 + GAIN) * each["fixed"]
         way = "a size for each row" if each["size"] is None else f"size {each['size']} for all rows"
         say(
             f"{each['ranks']} ranks, global batch of {each['global_batch_size']}: {each['dynamic']:.2%} useful with a "

@@ -53,7 +53,6 @@ class SharedPacks(PlannedPacks):
 
     Attributes:
         size: None where each row has a size of its own; the one of all rows where that would gain too little.
-        dynamic, static: efficiencies of the first steps with either.
 
     Raises:
         ConfigError: the plan was made for a fixed size, or the domain cannot hold its rows.
@@ -74,7 +73,7 @@ class SharedPacks(PlannedPacks):
         )
         steps = range(max(1, min(STEPS, len(plan) // batch)))
         first = [self._samples([*range(at * batch, min((at + 1) * batch, len(plan)))])[0] for at in steps]
-        self.size, self.dynamic, self.static = best_size(first, domain, int(plan.facts.decided["seq_length"]))
+        self.size, *_ = best_size(first, domain, int(plan.facts.decided["seq_length"]))
         facts = repr((domain, batch, self.size, sorted(encoder.limits.limited.items())))
         self.layout = hashlib.sha256(facts.encode()).hexdigest()[:12]
         self._encoders = {size: self._encoder_of(size) for size in domain.sizes}

@@ -65,7 +65,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         name="a rate of LLaVA-OneVision's processor is ignored",
         test=CELL + "[llava_onevision-fps 3.0-none]",
         oracle="Hugging Face's processor",
-        edits=(("families/llava_onevision.py", '"fps", None) is not None and', '"fps", None) is False and'),),
+        edits=(("families/llava.py", '"fps", None) is not None and', '"fps", None) is False and'),),
     ),
     Mutation(
         trap=197,

@@ -23,8 +23,7 @@ from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.glm4v import Glm4v
 from energon_packing.families.hugging_face import HuggingFace
 from energon_packing.families.internvl import InternVL
-from energon_packing.families.llava import Llava
-from energon_packing.families.llava_onevision import LlavaOneVision
+from energon_packing.families.llava import Llava, LlavaOneVision
 from energon_packing.families.pixtral import Pixtral
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import build_family

@@ -11,7 +11,7 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.gemma3 import Gemma3
-from energon_packing.families.llava_onevision import LlavaOneVision
+from energon_packing.families.llava import LlavaOneVision
 from energon_packing.families.qwen_vl import Qwen25VL
 
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})

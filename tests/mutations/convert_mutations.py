@@ -271,7 +271,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="thoughts of LLaMA-Factory's v1 are left out",
         test=LAYOUTS + "test_v1_parts_become_text_thinking_and_calls_with_their_weights",
         oracle="the rules of its Qwen3 renderer, written down by themselves",
-        edits=(("convert/layouts/llamafactory_v1.py", "    if thoughts:\n", "    if len(thoughts) > 9:\n"),),
+        edits=(("convert/layouts/conversations.py", "    if thoughts:\n", "    if len(thoughts) > 9:\n"),),
     ),
     Mutation(
         trap=46,
@@ -647,7 +647,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="nanoVLM's rules, restated",
         edits=(
             (
-                "convert/layouts/texts.py",
+                "convert/layouts/captions.py",
                 '    if not any("<image>" in str(message["content"]) for message in messages):\n',
                 "    if False:\n",
             ),

@@ -26,8 +26,7 @@ _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
 RECORD_FIELDS = frozenset(("version", "id", "turns", "media", "tools", "chosen", "rejected", "extras"))
 _LISTS = ("frame_names", "frame_times", "time_points")
-MOST_POINTS = 1000
-"""Corners of `Media.time_points`, a number and a second each."""
+MOST_POINTS = 1000  # Corners of `Media.time_points`, a number and a second each
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", *_LISTS)
 
 

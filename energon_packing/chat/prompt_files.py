@@ -23,8 +23,7 @@ from typing import Any
 from energon_packing.errors import ConfigError
 
 _DIRECTORY = Path(__file__).parent / "prompts"
-LARGEST_FILE = 2**20
-"""Most bytes of a template; a larger file is something else."""
+LARGEST_FILE = 2**20  # Most bytes of a template; a larger file is something else
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOKENS = re.compile(r"^\s*(tokens|tokens of tools):(.*)$", re.MULTILINE)
 

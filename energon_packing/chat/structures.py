@@ -219,8 +219,7 @@ def _behind(text: str, piece: int | None) -> str | None:
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
 """Ways to mark a conversation, the most informative first; the others suit templates that look into texts or calls."""
-KEPT_STRUCTURES = 256
-"""Structures whose layouts are cached; data sets have few, and each costs two or more renderings."""
+KEPT_STRUCTURES = 256  # Structures whose layouts are cached; data sets have few, and each costs two or more renderings
 
 
 class Structure:

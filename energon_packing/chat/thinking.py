@@ -16,8 +16,7 @@ from energon_packing.errors import SampleRejected
 
 OPEN, CLOSE = "<think>", "</think>"
 TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
-LINE_ENDS = "\r\n"
-"""What belongs to a tag beside it; spaces and tabs belong to the text."""
+LINE_ENDS = "\r\n"  # What belongs to a tag beside it; spaces and tabs belong to the text
 _EMPTY_OPENING = re.compile(rf"\A\s*{re.escape(OPEN)}\s*{re.escape(CLOSE)}[{LINE_ENDS}]*")
 _A_TAG = re.compile(r"\s*(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|◁[^◁▷\s]{1,40}▷)")
 

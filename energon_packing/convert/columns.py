@@ -83,8 +83,7 @@ class EmbeddedBytes:
         return f"{self.name!r} ({len(self.content)} bytes in the record)"
 
 
-MediaPath = str | EmbeddedBytes
-"""A path or an address, or the bytes themselves."""
+MediaPath = str | EmbeddedBytes  # A path or an address, or the bytes themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,8 +30,7 @@ COLUMNS = (
     *("texts", "caption", "captions", "video_path"),
 )
 """Columns that may have another name, besides those that a layout declares."""
-FIELDS = ("role", "content")
-"""Fields of a message that may have another name."""
+FIELDS = ("role", "content")  # Fields of a message that may have another name
 _MESSAGES = ("messages", "conversations", "chosen", "rejected")
 
 
@@ -128,8 +127,7 @@ DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
 DEFAULT_FRAME_FPS = 2.0
 """Frames per second of a list of images that states no rate; LLaMA-Factory and qwen-vl-utils assume the same."""
 _INSTEAD = "mount the storage, or copy the files with its own tool, and name the local path"
-_ROUNDED = 0.02
-"""How much less than 1 the shares of a split may be together."""
+_ROUNDED = 0.02  # How much less than 1 the shares of a split may be together
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 

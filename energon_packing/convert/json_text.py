@@ -29,8 +29,7 @@ def refuse_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-STRICT = json.JSONDecoder(parse_constant=refuse_constant)
-"""Decides what a text means."""
+STRICT = json.JSONDecoder(parse_constant=refuse_constant)  # Decides what a text means
 
 
 def parse_json(text: bytes) -> Any:

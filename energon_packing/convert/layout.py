@@ -241,8 +241,7 @@ def shard_ranges(names: list[str]) -> list[str]:
     return ranges
 
 
-CONVERSION_VERSION = 7
-"""Changes whenever the format of a conversion's files changes; part of the fingerprint."""
+CONVERSION_VERSION = 7  # Changes whenever the format of a conversion's files changes; part of the fingerprint
 
 CONVERSION_FILE = "conversion.json"
 REJECTS_FILE = "rejects.jsonl"

@@ -34,8 +34,7 @@ from energon_packing.convert.layouts.layout import FileKind
 from energon_packing.errors import SampleRejected, UserError, fault_of, is_machines, read_again
 from energon_packing.remote_files import local_copy, status, within, without_secrets
 
-_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")
-"""How PNG, JPEG, GIF and WebP begin."""
+_BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/=\s]{40,}")  # How PNG, JPEG, GIF and WebP begin
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _FILE_ADDRESS = re.compile("file://(localhost(?=/))?", re.IGNORECASE)
 _EXTENSION_OF_IMAGE = {"JPEG": "jpg", "MPO": "jpg", "JPEG2000": "jp2"}  # of all others, the name of their format
@@ -194,8 +193,7 @@ def open_regular(path: str) -> Any:
 
 
 _SUFFIX = re.compile(r"\.[A-Za-z0-9]{1,11}")
-FETCHED = "fetched"
-"""Name of the directory of copies from object stores, in the working directory of the conversion."""
+FETCHED = "fetched"  # Name of the directory of copies from object stores, in the working directory of the conversion
 _MOST_RECENT = 20_000  # outcomes that a process keeps; each takes about a kilobyte
 
 
@@ -317,8 +315,7 @@ class Stamp(NamedTuple):
 
 _NOT_ITS_OWN = ("missing_media", "decode_timeout")
 """Reasons that another time or machine may not have, so that ``--resume`` tries such a file again."""
-Checked = tuple[StoredMedia | SampleRejected, Stamp]
-"""The result of a check, and when it was made."""
+Checked = tuple[StoredMedia | SampleRejected, Stamp]  # The result of a check, and when it was made
 
 
 class MediaChecker:

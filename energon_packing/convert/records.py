@@ -134,8 +134,7 @@ def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     return answer[len(beginning) :] if repeats and len(answer) > len(beginning) else answer
 
 
-_Parts = tuple[list[Any], list[Any], list[Any]]
-"""The beginning, the chosen and the rejected answer."""
+_Parts = tuple[list[Any], list[Any], list[Any]]  # The beginning, the chosen and the rejected answer
 
 
 def _split(chosen: list[Any], rejected: list[Any]) -> _Parts:

@@ -195,8 +195,7 @@ class Writing:
         return f"writing {task[1].name}"
 
 
-Pieces = Generator[tuple[Path, ShardPiece], None, None]
-"""Pieces of shards to write, and the directory of each."""
+Pieces = Generator[tuple[Path, ShardPiece], None, None]  # Pieces of shards to write, and the directory of each
 _PIECE_BYTES = 32 << 20
 _PIECE_SAMPLES = 2048
 

@@ -31,8 +31,7 @@ from energon_packing.remote_files import file_digest
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_AT_ONCE = 1 << 22
-"""Bytes of lines that are read at once; a chunk has more only if it has a longer line."""
+_AT_ONCE = 1 << 22  # Bytes of lines that are read at once; a chunk has more only if it has a longer line
 _LARGEST_RATIO = 200
 """Text of conversations shrinks to a tenth, records that repeat each other to a hundredth; a bomb to a thousandth."""
 _ALWAYS_ALLOWED = 64 << 20

@@ -39,8 +39,7 @@ def _kind(path: Path) -> str:
 
 _MOST_UNPACKED, _LARGEST_RATIO = 64 << 20, 200
 """Bytes that the pages of a row group may unpack to, and more for each that they take; as of a compressed source."""
-_MOST_REPEATED = 64 << 20
-"""Bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row."""
+_MOST_REPEATED = 64 << 20  # Bytes of a batch whose rows repeat entries of dictionaries, which take a few bits a row
 _LARGEST_ROW = 1 << 30
 _DICTIONARY = 2  # type of a page
 _UNREADABLE = "the header of a page cannot be read"

@@ -36,8 +36,7 @@ OF_LISTS = frozenset(
     )
 )
 _PUTS = ("BINPUT", "LONG_BINPUT")
-_MOST_INSTRUCTIONS = 1 << 20
-"""A file takes two or three; an empty list is one byte there and seventy in memory."""
+_MOST_INSTRUCTIONS = 1 << 20  # A file takes two or three; an empty list is one byte there and seventy in memory
 
 
 class _Unpickler(pickle.Unpickler):

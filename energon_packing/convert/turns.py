@@ -88,8 +88,7 @@ def _call(value: Any, ignored: set[str], outer_id: Any = None) -> dict[str, Any]
     return call if id_of_call is None else {"id": id_of_call, **call}
 
 
-_TEXTS = ("input_text", "output_text")
-"""Types of texts in OpenAI's Responses, beside ``text``."""
+_TEXTS = ("input_text", "output_text")  # Types of texts in OpenAI's Responses, beside ``text``
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 
 

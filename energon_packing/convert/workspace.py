@@ -41,11 +41,9 @@ from energon_packing.remote_files import (
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
-JOURNAL = "media-checks.jsonl"
-"""Beside the directory to build in."""
+JOURNAL = "media-checks.jsonl"  # Beside the directory to build in
 _REPLACED = "replaced"
-MARK = "being-stored.json"
-"""Beside the files of a data set that is not complete."""
+MARK = "being-stored.json"  # Beside the files of a data set that is not complete
 
 
 def partial_directory(out: Path) -> Path:

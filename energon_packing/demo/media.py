@@ -13,8 +13,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont
 from energon_packing.demo import words
 from energon_packing.media.probe import pyav
 
-Exchange = tuple[str, str]
-"""A question and its answer, which follows from the picture or from the text before it."""
+Exchange = tuple[str, str]  # A question and its answer, which follows from the picture or from the text before it
 _STORED = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 _QUALITY = {".jpg": {"quality": 85}, ".webp": {"quality": 80, "method": 0}, ".png": {"compress_level": 3}}
 

@@ -23,8 +23,7 @@ from energon_packing.families.pixel_forms import RAW, proven
 from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PixelForm
 
-IMAGE, VIDEO = 1, 2
-"""Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids``; 0 is text."""
+IMAGE, VIDEO = 1, 2  # Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids``; 0 is text
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 FAMILY_FIELDS = marked(EncoderConfig, "by_family")

@@ -22,8 +22,7 @@ from energon_packing.families.pixel_forms import image_forms, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
-DEFAULT_VIDEO_FRAMES = 8
-"""Frames of a video if neither the configuration nor the processor sets a number."""
+DEFAULT_VIDEO_FRAMES = 8  # Frames of a video if neither the configuration nor the processor sets a number
 
 
 class InternVL(VisionFamily):

@@ -15,8 +15,7 @@ from energon_packing.families.geometry import check_pinpoints, chosen_frames, sh
 from energon_packing.families.pixel_forms import RAW, form_of, image_forms
 from energon_packing.thd.pixels import PixelForm
 
-DEFAULT_VIDEO_FRAMES = 32
-"""Frames of a video if the video processor has no ``num_frames``; the published number."""
+DEFAULT_VIDEO_FRAMES = 32  # Frames of a video if the video processor has no ``num_frames``; the published number
 
 
 class Llava(VisionFamily):

@@ -22,8 +22,7 @@ RAW = {"do_rescale": False, "do_normalize": False}
 """Arguments of a processor that disable the last step, after which pixels are floats."""
 PROBES = ((57, 93), (56, 56), (112, 112), (224, 224), (448, 448))
 """Height and width of probes; the first two that a family accepts are compared: one of several tiles, and a square."""
-PROBE_FRAMES = 3
-"""An odd number, so that a time step of two frames is filled."""
+PROBE_FRAMES = 3  # An odd number, so that a time step of two frames is filled
 
 
 def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | None = None) -> PixelForm | None:

@@ -34,28 +34,23 @@ import torch
 from energon_packing.drops import CRASH, ENDED, TIMEOUT
 from energon_packing.errors import SampleRejected, UserError
 
-ROOM = 768 << 20
-"""Bytes for tensors; what is larger goes through the pipe. The kernel provides a page when it is used."""
+ROOM = 768 << 20  # Bytes for tensors; what is larger goes through the pipe. The kernel provides a page when it is used.
 KEPT = 256 << 20
 """Bytes of these, from the beginning, in which tensors of the parent may lie, and whose pages stay in use."""
-FILES = 256 << 20
-"""Bytes for the files of a sample."""
+FILES = 256 << 20  # Bytes for the files of a sample
 _KEPT_FILES = 64 << 20
-_SMALL = 4096
-"""Bytes: a smaller tensor is copied, which takes less time than to follow it."""
+_SMALL = 4096  # Bytes: a smaller tensor is copied, which takes less time than to follow it
 _ALIGN = 64
 _GUARD = 1 << 20
 """Bytes before and after the rest that nobody may touch: a decoder that writes beyond the end of its memory may reach
 the next mapping."""
-_NONE, _READ, _WRITE = 0, 1, 2
-"""Protections of mprotect(2)."""
+_NONE, _READ, _WRITE = 0, 1, 2  # Protections of mprotect(2)
 
 _libc: Any = ctypes.CDLL(None)
 _mprotect: Any = getattr(_libc, "mprotect", None)
 trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
 
-Place = tuple[int, int]
-"""Where a file lies in the memory, and its bytes."""
+Place = tuple[int, int]  # Where a file lies in the memory, and its bytes
 
 
 class Placed(NamedTuple):
@@ -199,8 +194,7 @@ class Results:
         return placed
 
 
-_results: Results | None = None
-"""Where `empty_result` takes memory in this process."""
+_results: Results | None = None  # Where `empty_result` takes memory in this process
 
 
 def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -218,10 +212,8 @@ def _tensor(memory: Any, placed: Placed, offset: int) -> torch.Tensor:
     return flat.as_strided(placed.size, placed.stride)
 
 
-MOST_IN_A_ROW = 8
-"""Samples that may end the child one after another before the run stops."""
-GRACE = 1.0
-"""Seconds after the deadline, in which the decoder may notice it itself and say at which frame it was."""
+MOST_IN_A_ROW = 8  # Samples that may end the child one after another before the run stops
+GRACE = 1.0  # Seconds after the deadline, in which the decoder may notice it itself and say at which frame it was
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 NAME = "packing-decoder"  # of a child, as in top
 TRIM_EVERY = 100

@@ -21,8 +21,7 @@ _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
 _NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
 
 
-Sides = tuple[float, float]
-"""Height and width."""
+Sides = tuple[float, float]  # Height and width
 
 
 class ScaledImage(NamedTuple):

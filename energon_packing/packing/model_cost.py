@@ -66,8 +66,7 @@ DELTA, CHUNK = "gated_delta_net", 64
 """Bridge's name of linear attention, and the tokens that its kernels take at a time."""
 SQUARES = ("patch_squares", "window_squares", "visual")
 """Sums of the media of a sample besides ``images`` and ``patches``."""
-SIDE = 8
-"""Patches along a side of the attention windows that an index counts: those of every published Qwen2.5-VL."""
+SIDE = 8  # Patches along a side of the attention windows that an index counts: those of every published Qwen2.5-VL
 
 
 def segments_of(sample: Any) -> tuple[Any, Any]:

@@ -21,12 +21,9 @@ from energon_packing.packing.policies import POLICIES, Costs, Limits, Number
 from energon_packing.packing.policies.window import WindowPacker
 from energon_packing.packing.whole_list import pack_lengths
 
-LEAST = 8
-"""Samples per reader, below which each reader reads the whole data set if it repeats."""
-LEFT = 1 / 16
-"""Share of a row that may stay free so that no sample is in it twice."""
-MOST_BOUNDS = 256
-"""Heights and widths that are tried for a pack over the limit of padded pixels."""
+LEAST = 8  # Samples per reader, below which each reader reads the whole data set if it repeats
+LEFT = 1 / 16  # Share of a row that may stay free so that no sample is in it twice
+MOST_BOUNDS = 256  # Heights and widths that are tried for a pack over the limit of padded pixels
 
 
 def next_pack(

@@ -14,8 +14,7 @@ from energon_packing.packing.policies import Policy, get_policy
 from energon_packing.packing.policies.best_fit import pack_limited
 
 Oversize = Literal["raise", "drop", "truncate", "split"]
-LOOK_AHEAD = 64
-"""Samples that may be left for later packs while a pack of samples with images is filled."""
+LOOK_AHEAD = 64  # Samples that may be left for later packs while a pack of samples with images is filled
 
 
 def pack_lengths(

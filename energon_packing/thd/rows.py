@@ -17,8 +17,7 @@ from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import IGNORE_INDEX, ROW_TENSORS, TOKEN_FIELDS, TokenField
 from energon_packing.thd.pixels import PIXEL_FORMS, PixelForm
 
-_MOST_BYTES = 1 << 30
-"""Bytes per write; Linux writes at most 2 GiB less a page."""
+_MOST_BYTES = 1 << 30  # Bytes per write; Linux writes at most 2 GiB less a page
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

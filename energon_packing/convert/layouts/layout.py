@@ -13,8 +13,7 @@ from energon_packing.convert.fields import says_nothing
 from energon_packing.errors import SampleRejected
 from energon_packing.registry import Registry
 
-TURN_COLUMNS = ("messages", "conversations")
-"""Columns that hold a list of turns."""
+TURN_COLUMNS = ("messages", "conversations")  # Columns that hold a list of turns
 ANSWER_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns that hold an answer of a preference pair."""
 SUBFLAVORS = {"energon_packing": "v1"}

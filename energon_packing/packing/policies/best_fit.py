@@ -39,33 +39,23 @@ from energon_packing.packing.statistics import lower_bound
 
 LEVELS = (0.5, 0.25, 0.125, 0.0625, 0.0)
 """Samples are placed by the largest share that they use of any limit, level by level."""
-LARGE = 0.125
-"""Samples above this share are placed in step 1, whatever they cost."""
+LARGE = 0.125  # Samples above this share are placed in step 1, whatever they cost
 SCARCE = 0.25
 """A limit counts if all samples need at least this share of the packs for it that they need for the scarcest."""
-UNEVEN = 0.2
-"""A limit is about some of the samples if what they cost beyond the median is more than this share of all."""
-PART = 8
-"""In each round, at least one pack of so many gets a sample, so that rounds stay few."""
-KEPT = 16
-"""Of the smallest samples, one of so many is kept for the gaps."""
+UNEVEN = 0.2  # A limit is about some of the samples if what they cost beyond the median is more than this share of all
+PART = 8  # In each round, at least one pack of so many gets a sample, so that rounds stay few
+KEPT = 16  # Of the smallest samples, one of so many is kept for the gaps
 COMPANY = 128
 """Good packs that are packed anew for each pack over a limit: between them they have the room that one sample lacks."""
-MOST = 4
-"""But at most one of so many."""
-WASTED = 0.01
-"""A pack with more room than this share of the scarcest limit wastes it, and is packed anew too."""
-TIMES = 3
-"""How often what did not fit is packed anew."""
-WINDOW = 1024
-"""Samples that the policy ``window`` holds; it looks at no more."""
+MOST = 4  # But at most one of so many
+WASTED = 0.01  # A pack with more room than this share of the scarcest limit wastes it, and is packed anew too
+TIMES = 3  # How often what did not fit is packed anew
+WINDOW = 1024  # Samples that the policy ``window`` holds; it looks at no more
 LEAST, MOST_COPIES, ROUNDED = 131_072, 64, 1e-4
 """Of long lists, so many samples at least are packed, each for so many that are alike: all as large as the largest of
 them, which adds this share at most."""
-NEARLY = 0.98
-"""A limit that needs more than this share of the packs that the scarcest needs is scarce, too."""
-ENOUGH = 1.002
-"""Packs over the bound that are good enough; if there are more, ``window`` packs the list too."""
+NEARLY = 0.98  # A limit that needs more than this share of the packs that the scarcest needs is scarce, too
+ENOUGH = 1.002  # Packs over the bound that are good enough; if there are more, ``window`` packs the list too
 
 
 def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints) -> PackGroups:

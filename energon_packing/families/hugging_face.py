@@ -1,4 +1,5 @@
-"""Any processor that reports what an image costs: geometry and pixels come from the processor alone."""
+"""Any processor that reports what an image costs: geometry and pixels come from the processor alone; and text alone:
+any Hugging Face tokenizer with a chat template."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +9,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import Inputs, MediaPlan, VisionFamily
-from energon_packing.families.geometry import check_pinpoints, check_tiles
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, Inputs, MediaPlan, VisionFamily
+from energon_packing.families.geometry import VIDEO_FRAMES, check_pinpoints, check_tiles
 from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.thd.pixels import Layout, PixelForm
 
@@ -131,3 +132,28 @@ class HuggingFace(VisionFamily):
                 "media_changed", f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}"
             )
         return visual
+
+
+class Text(VisionFamily):
+    """Text only: a conversation with an image or video is rejected, never stripped."""
+
+    name = "text"
+    reads = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
+    """Accepted without effect, so that a configuration for a vision model also works for text alone."""
+    special_tokens = False
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.stand_for_media({})
+
+    def plan(self, media: Media) -> MediaPlan:
+        raise SampleRejected(
+            "unsupported_media",
+            f"{media.kind} {media.name!r}: the family {self.name} accepts only text; set encoder.family",
+        )
+
+    def replacement(self, plan: MediaPlan) -> str:
+        return ""
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
+        return {}

@@ -33,9 +33,8 @@ from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.dynamic_context import Domain, best_size, efficiency_of_fixed, smallest_size
 from energon_packing.packing.online import sliding_packs
-from energon_packing.packing.partition import PackGroups, check_groups
+from energon_packing.packing.partition import PackGroups, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
 from energon_packing.remote_files import check_local
 from energon_packing.sample_kind import AnyRun, kind_of_config

@@ -12,10 +12,9 @@
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.online import pack_stream
-from energon_packing.packing.partition import PackGroups, check_groups, check_partition
+from energon_packing.packing.partition import PackGroups, check_groups, check_partition, lower_bound
 from energon_packing.packing.policies import Policy, get_policy, policy_names, register_policy
 from energon_packing.packing.policies.window import WindowPacker, drain_window, select_from_window
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_and_pack, pack_sequences
 from energon_packing.packing.whole_list import pack_lengths, pack_lengths_flat
 

@@ -1,4 +1,10 @@
-"""Packs of a whole list, and the check on every selection: a partition of its input, within every limit."""
+"""Packs of a whole list: what holds them, the check on every selection (a partition of its input, within every limit),
+what no packer can beat, and integer best-fit decreasing: the packs of textbook best-fit decreasing in O(N + C).
+
+Longest first, each sample goes to the pack with the least room that still holds it. Lengths are small integers, so no
+samples are compared one by one: samples of equal length are placed together, packs are grouped by their number of free
+tokens, and a byte map finds the next group that fits.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -137,3 +143,120 @@ def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int)
     places = {word: np.flatnonzero(where).tolist() for word, where in wrong.items() if where.any()}
     problems = [f"{word}: {some_of(found, NAMED)}" for word, found in places.items()]
     raise PackingError(f"selection is not a partition of its input; indices {'; '.join(problems)}")
+
+
+def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:
+    """Fewest packs that the samples can need: Martello and Toth's L2, and for each further limit total cost over limit.
+
+    For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
+    the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
+
+    Source: S. Martello, P. Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990).
+    """
+    tokens = np.asarray(lengths, dtype=np.int64)
+    if tokens.size == 0:
+        return 0
+    constraints = constraints or Constraints()
+    bounds = [_martello_toth(tokens, capacity)]
+    for name, cost in constraints.costs.items():
+        if (limit := constraints.limits[name]) > 0:
+            # A float sum may exceed a whole number of packs by a rounding error, which must not count as another pack.
+            bounds.append(int(np.ceil(float(cost.sum()) / limit - 1e-9)))
+    return max(bounds)
+
+
+def _martello_toth(tokens: np.ndarray, capacity: int) -> int:
+    counts = np.bincount(tokens, minlength=capacity + 1)
+    sums = counts * np.arange(counts.size)
+    # number[x] and total[x]: samples of at most x tokens
+    number, total = np.cumsum(counts), np.cumsum(sums)
+    half = capacity // 2
+    threshold = np.arange(half + 1)
+    alone = number[capacity] - number[capacity - threshold]
+    large = number[capacity - threshold] - number[half]
+    large_sum = total[capacity - threshold] - total[half]
+    below = np.where(threshold > 0, total[np.maximum(threshold - 1, 0)], 0)
+    rest = total[half] - below
+    overflow = np.maximum(0, rest - (large * capacity - large_sum))
+    return int((alone + large + -(-overflow // capacity)).max())
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:
+    """Groups of indices, each ascending, ordered by their smallest index; arguments as for `best_fit_into`."""
+    return PackGroups.of(best_fit_into(lengths, capacity))
+
+
+def best_fit_into(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None = None) -> np.ndarray:
+    """The pack number of each sample, ``[N]`` int32.
+
+    Args:
+        lengths: ``[N]`` int64, each 1 to `capacity` tokens.
+        capacity: tokens of a new pack.
+        rooms: ``[packs]`` int64, free tokens of packs that are there already, numbered from 0; new ones follow.
+    """
+    if not lengths.size:
+        return np.zeros(0, dtype=np.int32)
+    if rooms is None:
+        capacity = min(capacity, int(lengths.sum()))
+    # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their alignment units.
+    divisor = int(np.gcd.reduce(lengths))
+    units = lengths // divisor
+    capacity //= divisor
+    order = stable_order(capacity - units)
+    descending = units[order]
+    first = np.flatnonzero(np.diff(descending, prepend=-1))
+    counts = np.diff(np.append(first, descending.size))
+    placed = np.empty(lengths.size, dtype=np.int32)
+    # Packs with `room` free units: a stack of arrays of pack numbers, the fullest choice last in, first out.
+    stacks: dict[int, list[np.ndarray]] = {}
+    occupied = bytearray(capacity + 1)
+    opened = 0
+
+    def put(room: int, packs: np.ndarray) -> None:
+        if room:
+            stacks.setdefault(room, []).append(packs)
+            occupied[room] = 1
+
+    if rooms is not None and rooms.size:
+        opened = rooms.size
+        by_room = np.argsort(rooms, kind="stable").astype(np.int32)
+        free, starts = np.unique(rooms[by_room] // divisor, return_index=True)
+        for room, packs in zip(free.tolist(), np.split(by_room, starts[1:]), strict=True):
+            put(room, packs)
+
+    for length, count, at in zip(descending[first].tolist(), counts.tolist(), first.tolist(), strict=True):
+        end = at + count
+        while at < end:
+            room = occupied.find(1, length)
+            if room < 0:
+                # Nothing fits: open as many packs as the remaining samples of this length need.
+                each = capacity // length
+                new = -(-(end - at) // each)
+                packs = np.arange(opened, opened + new, dtype=np.int32)
+                opened += new
+                room = capacity
+            else:
+                stack = stacks[room]
+                packs = stack.pop()
+                if not stack:
+                    occupied[room] = 0
+                each = room // length
+            full, rest = divmod(end - at, each)
+            if full >= packs.size:
+                full, rest = packs.size, 0
+            # A pack takes samples of this length until none fits, because it stays the pack with the least room.
+            used = full * each
+            placed[at : at + used] = np.repeat(packs[:full], each) if each > 1 else packs[:full]
+            at += used
+            if full:
+                put(room - each * length, packs[:full])
+            if rest:
+                placed[at : at + rest] = packs[full]
+                at += rest
+                put(room - rest * length, packs[full : full + 1])
+                full += 1
+            if full < packs.size:
+                put(room, packs[full:])
+    result = np.empty(lengths.size, dtype=np.int32)
+    result[order] = placed
+    return result

@@ -23,9 +23,8 @@ from bench import tiles
 from bench.length_lists import LOOK_ALIKE_SAMPLES, LengthList, load_lists, look_alike, omnibal_list
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import flatten
+from energon_packing.packing.partition import flatten, lower_bound
 from energon_packing.packing.policies import Groups, Policy, policy_names
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 COMPARED: Mapping[str, Policy] = {"first_fit": bench_peers.first_fit, "internvl": bench_peers.internvl}

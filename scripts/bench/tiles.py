@@ -30,9 +30,8 @@ from bench.peers import SEARCH_PATH, first_fit
 from energon_packing.errors import UserError
 from energon_packing.offline.order import balanced_order
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import PackGroups
+from energon_packing.packing.partition import PackGroups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths
 
 LIMITS = ((18, 6016), (24, 8192), (48, 16384), (18, 5000), (60, 16384), (18, 5600))

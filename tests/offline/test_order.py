@@ -11,10 +11,8 @@ from energon_packing.offline.order import RUN, SHARE, balanced_order, order_agai
 from energon_packing.offline.planner import efficiency_of
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.decreasing import best_fit_decreasing, best_fit_into
-from energon_packing.packing.partition import check_groups
+from energon_packing.packing.partition import best_fit_decreasing, best_fit_into, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
-from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths_flat
 
 NOTHING = np.zeros(0)

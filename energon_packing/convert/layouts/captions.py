@@ -1,4 +1,4 @@
-"""Rows of images or videos that have no list of turns.
+"""Rows of images or videos without a list of turns: with a caption, or with ``texts`` of a user and an assistant.
 
 * ``caption`` beside a column of images or videos: tables, and the tars of img2dataset (``.jpg``, ``.txt``, ``.json``);
   the media are the user's turn, the caption is the answer, and no text is added;

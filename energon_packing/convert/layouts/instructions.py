@@ -1,18 +1,23 @@
-"""Records of one question and one answer in columns of their own.
+"""Records of one question and one answer in columns of their own; and documents for continued pre-training.
 
 * ``alpaca``: ``instruction``, ``input``, ``output``, ``history`` (earlier questions and answers); in place of
   ``output`` also ``chosen`` and ``rejected``. LLaMA-Factory's rules: the question is ``instruction`` and ``input`` with
   a line break between them, empty ones left out; every answer of ``history`` is trained.
 * ``query-response``: ms-swift's ``query``, ``response`` and ``history``.
 * ``prompt-completion``: TRL's ``prompt`` and ``completion``, texts or lists of messages.
+* ``text``: a document, which becomes one turn of the assistant. What is trained of it is `encoder.train_on`; ``all``
+  with a template that writes the content alone trains the document.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.convert.fields import expect, says_nothing
-from energon_packing.convert.layouts.layout import Layout, filled, without
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, Layout, filled, has_turns, without
 from energon_packing.errors import SampleRejected
+
+_OTHERS = ("instruction", "query", "prompt", *ANSWER_COLUMNS)
+"""Columns of other layouts; beside them, ``text`` is a copy of theirs, as in Stanford's Alpaca, and counted."""
 
 
 def _text(record: Mapping[str, Any], column: str) -> str:
@@ -60,6 +65,15 @@ def _restate_prompt(record: Mapping[str, Any], warnings: list[str]) -> Mapping[s
     return {**without(record, "prompt", "completion"), "messages": messages}
 
 
+def _is_text(record: Mapping[str, Any]) -> bool:
+    has_others = any(record.get(name) is not None for name in _OTHERS)
+    return isinstance(record.get("text"), str) and not has_turns(record) and not has_others
+
+
+def _restate_text(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
+    return {**without(record, "text"), "messages": [{"role": "assistant", "content": record["text"]}]}
+
+
 _ALPACA = Layout(
     name="alpaca",
     expects="'instruction', 'input' and 'output', or 'chosen' and 'rejected'",
@@ -81,4 +95,5 @@ _PROMPT_COMPLETION = Layout(
     matches=lambda record: filled(record, "prompt", "completion"),
     restate=_restate_prompt,
 )
-DECLARED = (_ALPACA, _QUERY_RESPONSE, _PROMPT_COMPLETION)
+_TEXT = Layout(name="text", expects="'text'", matches=_is_text, restate=_restate_text)
+DECLARED = (_ALPACA, _QUERY_RESPONSE, _PROMPT_COMPLETION, _TEXT)

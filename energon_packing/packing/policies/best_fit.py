@@ -31,11 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.decreasing import best_fit_decreasing, best_fit_into
-from energon_packing.packing.partition import PackGroups, flatten
+from energon_packing.packing.partition import PackGroups, best_fit_decreasing, best_fit_into, flatten, lower_bound
 from energon_packing.packing.policies import Groups, PackingPolicy
 from energon_packing.packing.policies.window import pack_window
-from energon_packing.packing.statistics import lower_bound
 
 LEVELS = (0.5, 0.25, 0.125, 0.0625, 0.0)
 """Samples are placed by the largest share that they use of any limit, level by level."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.decreasing import best_fit_decreasing
+from energon_packing.packing.partition import best_fit_decreasing
 from energon_packing.packing.policies import Costs, Groups, Limits, Number, PackingPolicy
 
 # The oldest samples tell what is scarce. Those that packs leave behind are soon among them, so that what they need

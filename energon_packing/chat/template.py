@@ -259,11 +259,10 @@ class ChatTemplate:
         texts = {n for n in answers if all(isinstance(part, str) for part in conversation.turns[n].parts)}
         hidden = [n for n in answers if weights[n] and not spans.get(n) and not (n in texts and n not in worded)]
         if hidden:
-            raise SampleRejected(
-                "loss_weight_mismatch",
-                f"the template marks nothing of turn {hidden[0] + 1} as generated, although the turn has the weight "
-                f"{weights[hidden[0]]}",
+            detail = (
+                f"the template marks nothing of turn {hidden[0] + 1} as generated, although the turn has the weight"
             )
+            raise SampleRejected("loss_weight_mismatch", f"{detail} {weights[hidden[0]]}")
         if self.train_on == "last_assistant":
             answers = answers[-1:]
         chosen = []
@@ -271,10 +270,8 @@ class ChatTemplate:
             weight = weights[turn]
             is_shown = turn in worded and (spans.get(turn) or self.renderer.marks_generation)
             if weight != 0 and turn in texts and not is_shown:
-                raise SampleRejected(
-                    "empty_answer",
-                    f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0",
-                )
+                detail = f"turn {turn + 1} (assistant) has no word to train; remove it, or set its weight to 0"
+                raise SampleRejected("empty_answer", detail)
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen
 

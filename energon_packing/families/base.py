@@ -137,25 +137,21 @@ class VisionFamily(ABC):
         try:
             return geometry(media, height, width)
         except (ValueError, ZeroDivisionError) as error:  # how processors refuse a size; any other is a bug
-            raise SampleRejected(
-                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
-            ) from error
+            detail = f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
+            raise SampleRejected("media_geometry", detail) from error
 
     def check_kind(self, media: Media) -> None:
         """Refuses an image or a video if the family does not accept it; for `plan`."""
         if media.kind not in self.placeholders:
-            raise SampleRejected(
-                "unsupported_media",
-                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
-            )
+            detail = f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s"
+            raise SampleRejected("unsupported_media", detail)
 
     def check_tiles(self, plans: Sequence[MediaPlan], counts: Iterable[int]) -> None:
         """Refuses media that became other numbers of tiles than planned, as ``media_changed``; for `pixels`."""
         for plan, count in zip(plans, counts, strict=True):
             if int(count) != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"the {plan.kind} became {int(count)} tiles, but {plan.tiles} were measured"
-                )
+                detail = f"the {plan.kind} became {int(count)} tiles, but {plan.tiles} were measured"
+                raise SampleRejected("media_changed", detail)
 
     @abstractmethod
     def replacement(self, plan: MediaPlan) -> str:

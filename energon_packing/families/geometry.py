@@ -55,10 +55,8 @@ class MediaPlan:
 def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
     """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
     if value is None or value <= 0:
-        raise SampleRejected(
-            "unmeasured_media",
-            f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
-        )
+        fix = "convert the data or run `energon prepare-media` to measure it"
+        raise SampleRejected("unmeasured_media", f"{media.kind} {media.name!r} has no {what}; {fix}")
     return value
 
 

@@ -128,9 +128,8 @@ class HuggingFace(VisionFamily):
         ids, visual = self._ask(list(media), raw=raw)
         written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
         if written != planned:
-            raise SampleRejected(
-                "media_changed", f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}"
-            )
+            detail = f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}"
+            raise SampleRejected("media_changed", detail)
         return visual
 
 
@@ -147,10 +146,8 @@ class Text(VisionFamily):
         self.stand_for_media({})
 
     def plan(self, media: Media) -> MediaPlan:
-        raise SampleRejected(
-            "unsupported_media",
-            f"{media.kind} {media.name!r}: the family {self.name} accepts only text; set encoder.family",
-        )
+        detail = f"{media.kind} {media.name!r}: the family {self.name} accepts only text; set encoder.family"
+        raise SampleRejected("unsupported_media", detail)
 
     def replacement(self, plan: MediaPlan) -> str:
         return ""

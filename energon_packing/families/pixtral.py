@@ -63,11 +63,9 @@ class Pixtral(VisionFamily):
         )
         rows, columns = resized[0] // self.side, resized[1] // self.side
         if not rows or not columns:
-            raise SampleRejected(
-                "media_geometry",
-                f"image {media.name!r} of {width}x{height} pixels is too narrow: with its longer side resized to "
-                f"{edge}, its shorter side becomes 0 pixels",
-            )
+            why = f"with its longer side resized to {edge}, its shorter side becomes 0 pixels"
+            detail = f"image {media.name!r} of {width}x{height} pixels is too narrow: {why}"
+            raise SampleRejected("media_geometry", detail)
         grid, size = (1, rows * self.merge, columns * self.merge), (rows * self.side, columns * self.side)
         return MediaPlan(kind="image", grid=grid, runs=(columns,) * rows, size=size)
 
@@ -92,8 +90,6 @@ class Pixtral(VisionFamily):
             made = ask(self.images, raw, images=list(media), **form)
         patch = self.side // self.merge
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]  # `size` is 0 in rows of before
-        if made["image_sizes"].tolist() != planned:
-            raise SampleRejected(
-                "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, but {planned} were measured"
-            )
+        if (sizes := made["image_sizes"].tolist()) != planned:
+            raise SampleRejected("media_changed", f"the images became {sizes} pixels, but {planned} were measured")
         return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}

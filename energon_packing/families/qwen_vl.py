@@ -225,10 +225,8 @@ class Qwen25VL(VisionFamily):
                     f"video_min_frames={getattr(self.videos, 'min_frames', None)}, "
                     f"video_max_frames={self.config.video_max_frames or getattr(self.videos, 'max_frames', None)})"
                 )
-            raise SampleRejected(
-                "too_few_frames",
-                f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
-            ) from error
+            detail = f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})"
+            raise SampleRejected("too_few_frames", detail) from error
         grid = (-(-len(indices) // step), *sides)
         shown, seconds = shown_frames(media, self.config, indices)
         return MediaPlan(

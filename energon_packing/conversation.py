@@ -62,11 +62,9 @@ class Media:
     @property
     def rate(self) -> Fraction | None:
         """The frame rate that ``fps`` stands for: a fraction such as 24000/1001 where one is close by, else ``fps``.
-
         Containers state fractions, and a record holds the nearest float, an older one up to 4 units in the last place
         off. No two fractions are so close at usual rates if one has a denominator of at most 10,000 and the other fits
-        into a container (32 bits).
-        """
+        into a container (32 bits)."""
         if self.fps is None:
             return None
         exact = Fraction(self.fps)
@@ -212,10 +210,8 @@ class Conversation:
 
     def answers(self) -> tuple[Self, Self]:
         """The two conversations of a pair, chosen first; of the assistant turns, only those of the answer are trained.
-
         Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one. Raises
-        SampleRejected: ``no_pair`` if the conversation is not a pair.
-        """
+        SampleRejected: ``no_pair`` if the conversation is not a pair."""
         if not self.is_pair:
             raise SampleRejected("no_pair", "the record has no chosen and rejected answer")
         common = tuple(replace(turn, loss_weight=0.0) if turn.role == "assistant" else turn for turn in self.turns)
@@ -233,14 +229,10 @@ class Conversation:
         return bool(self.extras) and not self.is_pair and self.extras.get(PREFERENCE, 0) < 0
 
     def trained(self, pairs: Pairs) -> Self:
-        """What a run trains of it: itself, or under ``chosen`` of a pair the conversation with the chosen answer.
-
-        As in a pair, earlier answers of that conversation are not trained, because nobody chose them.
-
-        Raises:
-            SampleRejected: one of `energon_packing.drops.WISHED`.
-            ConfigError: the run did not choose, and this is a pair or an unwanted answer.
-        """
+        """What a run trains of it: itself, or under ``chosen`` of a pair the conversation with the chosen answer. As in
+        a pair, earlier answers of that conversation are not trained, because nobody chose them. Raises SampleRejected:
+        one of `energon_packing.drops.WISHED`; ConfigError: the run did not choose, and this is a pair or an unwanted
+        answer."""
         if pairs == "both" or not (self.is_pair or PREFERENCE in self.extras):
             return self
         if pairs == "drop":
@@ -279,10 +271,8 @@ class Conversation:
                 raise SampleRejected("unknown_role", f"role {reprlib.repr(turn.role)} is not one of {', '.join(ROLES)}")
 
     def to_messages(self) -> list[dict[str, Any]]:
-        """Messages for a Hugging Face chat template, ``{"role": ..., "content": [{"type": "image"}, ...]}``.
-
-        The content of a turn without media is a plain string, which every template accepts.
-        """
+        """Messages for a Hugging Face chat template, ``{"role": ..., "content": [{"type": "image"}, ...]}``. The
+        content of a turn without media is a plain string, which every template accepts."""
         messages: list[dict[str, Any]] = []
         for turn in self.turns:
             content: Any = turn.text
@@ -311,15 +301,13 @@ class Conversation:
         key: str = "messages",
     ) -> Self:
         """Returns the conversation of messages as Hugging Face's chat templates take them, what `to_messages` returns.
+        Raises SampleRejected: ``bad_record`` for messages of another form, and the reasons of `Conversation` itself.
 
         Args:
             messages: each has ``role`` and ``content``, and may have ``tool_calls``, ``tool_call_id`` and
                 ``reasoning_content``. Content is text or a list of parts: text, ``{"type": "text", "text": ...}``, or
                 ``{"type": "image"}`` and ``{"type": "video"}``, of which each takes the next of ``media``.
             media: what the parts name, in order (`energon_packing.media_file` reads the sizes of a file).
-
-        Raises:
-            SampleRejected: ``bad_record`` for messages of another form, and the reasons of `Conversation` itself.
         """
         listed, turns = tuple(media), []
         kinds = [entry.kind for entry in listed]

@@ -57,18 +57,10 @@ LINT_FILE = "lint.yaml"
 
 
 def dataset_entry(path: str | Path) -> str:
-    """The path of a data set to pass to `megatron.energon.get_train_dataset`.
-
-    Args:
-        path: a directory made by `convert`, any prepared Energon WebDataset, a metadataset YAML file, or the
-            ``msc://`` address of one of them.
-
-    Returns:
-        ``DIR/dataset.yaml`` of a polylithic data set, the directory of a WebDataset, or the file itself.
-
-    Raises:
-        UserError: the path does not exist or is not a data set.
-    """
+    """The path of a data set to pass to `megatron.energon.get_train_dataset`: ``DIR/dataset.yaml`` of a polylithic data
+    set, the directory of a WebDataset, or the file itself. Raises UserError: the path does not exist or is not a data
+    set. ``path`` is a directory made by `convert`, any prepared Energon WebDataset, a metadataset YAML file, or the
+    ``msc://`` address of one of them."""
     place: Any = Path(path)
     if "://" in str(path):
         from megatron.energon.epathlib import EPath

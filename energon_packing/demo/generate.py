@@ -82,21 +82,16 @@ def make_data(
     defects: bool = True,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Path:
-    """Makes the demo's conversation files and media; does nothing if the same ones exist already.
-
-    The same arguments give the same records and the same pixels; the bytes of videos depend on the FFmpeg build.
+    """Makes the demo's conversation files and media; does nothing if the same ones exist already. Returns the directory
+    ``out/conversations``, which is the source to convert and the root of its media paths. The same arguments give the
+    same records and the same pixels; the bytes of videos depend on the FFmpeg build. Raises UserError: `conversations`
+    is below 1, or `out` holds files that are not the demo's.
 
     Args:
         out: directory, created if missing; replaced if an earlier call with other arguments filled it.
         conversations: number of valid ones, at least 1.
         defects: add the records of `make_defects`, listed in ``out/expected_defects.json``.
         progress: called as ``progress(done, total)`` with the number of conversations written.
-
-    Returns:
-        The directory ``out/conversations``, which is the source to convert and the root of its media paths.
-
-    Raises:
-        UserError: `conversations` is below 1, or `out` holds files that are not the demo's.
     """
     if conversations < 1:
         raise UserError(f"the demo needs at least 1 conversation, but {conversations} were asked for")

@@ -149,18 +149,14 @@ class ConversationEncoder(SampleEncoder):
         return other
 
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Measured:
-        """Returns tokens, targets and exact length of a conversation, from its text and the sizes of its media.
-
-        A sample over a limit of ``config.limits`` is changed as ``when_over`` allows, with ``changes`` set.
-
-        Raises:
-            SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
-                ``other_modality`` for media that the encoder does not accept, ``reserved_token`` if a text contains a
-                token that stands for media, ``placeholder_mismatch`` if the template lost or moved an image or video,
-                ``bad_text`` if a text is not valid Unicode, ``special_token`` if one contains a special token and
-                ``special_tokens_in_text`` is ``refuse``, ``too_few_targets`` below ``min_active_ratio``.
-            ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
-        """
+        """Returns tokens, targets and exact length of a conversation, from its text and the sizes of its media. A
+        sample over a limit of ``config.limits`` is changed as ``when_over`` allows, with ``changes`` set. Raises
+        SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
+        ``other_modality`` for media that the encoder does not accept, ``reserved_token`` if a text contains a token
+        that stands for media, ``placeholder_mismatch`` if the template lost or moved an image or video, ``bad_text`` if
+        a text is not valid Unicode, ``special_token`` if one contains a special token and ``special_tokens_in_text`` is
+        ``refuse``, ``too_few_targets`` below ``min_active_ratio``; ConfigError: the sample is over a limit and
+        ``when_over`` contains ``raise``."""
         self._check_modality(conversation)
         conversation = self._specials(conversation)
         check_reserved(conversation, self.family.reserved)
@@ -187,12 +183,10 @@ class ConversationEncoder(SampleEncoder):
                         self._prepared[id(conversation)] = conversation, plans, chat, text
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
-        """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole.
-
-        The limits hold for both answers together. A pair may be resized, equally in both answers, but never truncated.
-        Raises as `measure`, and ``no_pair`` if the conversation is not a pair; ConfigError where ``train_on`` is
-        ``all``, which would train the common beginning twice.
-        """
+        """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole. The limits
+        hold for both answers together. A pair may be resized, equally in both answers, but never truncated. Raises as
+        `measure`, and ``no_pair`` if the conversation is not a pair; ConfigError where ``train_on`` is ``all``, which
+        would train the common beginning twice."""
         if self.config.train_on == "all":
             raise ConfigError("encoder.train_on is 'all', but only the answers of a chosen/rejected pair are trained.")
         self._check_modality(conversation)
@@ -213,15 +207,9 @@ class ConversationEncoder(SampleEncoder):
         at: SplitAt = "turn",
         positions: SplitPositions = "restart",
     ) -> MeasuredSplit:
-        """Returns the pieces of a sample that fits no pack; see `energon_packing.encoders.splitting`.
-
-        Args:
-            conversation, measured: the argument and the result of `measure`.
-            fits: whether a pack holds a part of it, see `energon_packing.encoders.splitting.Fits`.
-
-        Raises:
-            SampleRejected: ``oversize`` if a single image or video fits no pack.
-        """
+        """Returns the pieces of a sample that fits no pack, by the argument and the result of `measure`; see
+        `energon_packing.encoders.splitting`, and its `Fits` for ``fits``. Raises SampleRejected: ``oversize`` if a
+        single image or video fits no pack."""
         kept = conversation = self._specials(conversation)
         if measured.turns < len(conversation.turns):
             kept = beginning(conversation, measured.turns, self.template.trained_turns(conversation))
@@ -294,17 +282,12 @@ class ConversationEncoder(SampleEncoder):
         return plans, self._placeholders.expand(self.template.render(conversation), plans)
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
-        """Decodes the media of one sample and returns its row.
-
-        Returns:
-            The fields of `SampleEncoder.render`; ``position_ids`` is ``[3, L]`` for mRoPE, and ``pixel_forms`` says
-            which ``visual_inputs`` are bytes. Further: ``key``, ``expected_length``; each of ``config.extra_fields`` as
-            float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; `joining_fields`.
-
-        Raises:
-            SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
-                ``media_changed`` if an image or video does not have the size that was measured.
-        """
+        """Decodes the media of one sample and returns its row: the fields of `SampleEncoder.render`; ``position_ids``
+        is ``[3, L]`` for mRoPE, and ``pixel_forms`` says which ``visual_inputs`` are bytes. Further: ``key``,
+        ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 outside the targets; each of
+        `token_fields` as ``[L]``; `joining_fields`. Raises SampleRejected: ``missing_media``, ``corrupt_media``,
+        ``media_too_large``, ``decode_timeout``, or ``media_changed`` if an image or video does not have the size that
+        was measured."""
         return self.text_row(measured) | self.visual_fields(measured, read)
 
     def text_row(self, measured: Measured) -> dict[str, Any]:

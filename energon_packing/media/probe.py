@@ -326,10 +326,7 @@ def probe_video(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decod
 
 def media_file(path: str | Path, kind: MediaKind = "image") -> Media:
     """Returns a file as a conversation names it: the file's own name and its sizes; for a video its frames are counted.
-
-    Raises:
-        SampleRejected: as `image_info` and `probe_video`.
-    """
+    Raises SampleRejected: as `image_info` and `probe_video`."""
     with open(path, "rb") as stream:
         info: Any = image_info(stream) if kind == "image" else probe_video(stream)
     sizes = ("width", "height") if kind == "image" else ("width", "height", "frames", "fps", "duration", "time_points")

@@ -36,12 +36,10 @@ def next_pack(
     ended: bool = False,
     padding: Padded | None = None,
 ) -> list[int]:
-    """The next pack of a sliding window: ascending positions that include position 0, the oldest sample.
-
-    Arguments as for `energon_packing.packing.policies.window.select_from_window`; `ended` if nothing follows those
-    held; `padding` limits padded pixels. Raises ConfigError: an unknown policy; PackingError: an empty window, an
-    oldest sample that fits no pack alone, or a policy whose packs are not a partition or break a limit.
-    """
+    """The next pack of a sliding window: ascending positions that include position 0, the oldest sample. Arguments as
+    for `energon_packing.packing.policies.window.select_from_window`; `ended` if nothing follows those held; `padding`
+    limits padded pixels. Raises ConfigError: an unknown policy; PackingError: an empty window, an oldest sample that
+    fits no pack alone, or a policy whose packs are not a partition or break a limit."""
     if padding is not None:
         chosen = next_pack(policy, lengths, capacity, costs, limits, ended=ended)
         shapes, most = padding
@@ -83,10 +81,8 @@ def next_of_copies(
     padding: Padded | None = None,
 ) -> list[int]:
     """`next_pack`, of which no number (``[N]`` int64, of each sample) is in the pack twice: the first ones are offered.
-
     While the source goes on, where most are `copies` and all first ones together leave more than `LEFT` of the row and
-    of each limit, the policy chooses from all, the first ones before the others.
-    """
+    of each limit, the policy chooses from all, the first ones before the others."""
     first = np.sort(np.unique(numbers, return_index=True)[1]).tolist()
 
     def chosen(order: list[int]) -> list[int]:
@@ -159,7 +155,9 @@ def pack_stream[Sample](
     oversize: Literal["raise", "drop"] = "raise",
     on_drop: Callable[[Sample, str], Any] | None = None,
 ) -> Iterator[list[Sample]]:
-    """Yields packs of samples, each sample in exactly one, oldest first inside a pack.
+    """Yields packs of samples, each sample in exactly one, oldest first inside a pack. Raises UserError: an oversize or
+    empty sample under ``"raise"``; names its place in the stream, length and capacity; ConfigError: capacity or window
+    below 1, an unknown oversize mode.
 
     Memory and delay are bounded: at most `window` samples are held, and every pack contains the oldest, so a sample is
     emitted after at most `window` packs. The last partial window is packed as a whole when the stream ends.
@@ -171,10 +169,6 @@ def pack_stream[Sample](
         constraints: name -> (cost of a sample, limit per pack).
         oversize: ``"raise"`` stops at a sample that fits no pack alone, ``"drop"`` skips it.
         on_drop: called with each dropped sample and the reason, one sentence.
-
-    Raises:
-        UserError: an oversize or empty sample under ``"raise"``; names its place in the stream, length and capacity.
-        ConfigError: capacity or window below 1, an unknown oversize mode.
     """
     if oversize not in ("raise", "drop"):
         raise ConfigError(

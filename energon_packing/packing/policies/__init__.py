@@ -73,14 +73,8 @@ def policy_names() -> list[str]:
 
 def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextPack | None = None) -> Any:
     """Adds a policy under `name`, the value of ``packing.policy`` that selects it; usable as a function or a decorator.
-
-    Args:
-        policy: packs whole lists.
-        next_pack: packs streams; by default `policy` packs the window, and the pack with the oldest sample is used.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    `policy` packs whole lists and `next_pack` streams; by default, `policy` packs the window, and the pack with the
+    oldest sample is used. Raises ConfigError: the name is taken."""
     if policy is None:
         return lambda function: register_policy(name, function, next_pack=next_pack)
     POLICIES.add(name, PackingPolicy(whole_list=policy, next_pack=next_pack))

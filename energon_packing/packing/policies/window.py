@@ -53,7 +53,8 @@ LOOSE, UNIT_PARTS, LEVEL_PARTS, LOOSE_LEVELS = 0.02, 512, 64, 1024
 
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
-    """The first exact fit of ``room`` in the order of ``positions``, or the fullest subset if there is none.
+    """The first exact fit of ``room`` in the order of ``positions``, or the fullest subset if there is none; positions
+    in no particular order.
 
     Samples are added in the given order until some subset fills the room exactly. Among the subsets with the best sum,
     the one that needs the shortest prefix of ``positions`` wins.
@@ -61,9 +62,6 @@ def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) ->
     Args:
         lengths: tokens of each sample, positive, indexed by position.
         positions: which samples may be taken, in order of preference; samples longer than the room are skipped.
-
-    Returns:
-        Positions in no particular order; their lengths sum to at most ``room``.
     """
     reach = 1 << room
     history = [reach]
@@ -101,7 +99,9 @@ def fill_two(
     weights: tuple[float, float] = (1.0, 1.0),
     spare: tuple[int, int] = (0, 0),
 ) -> list[int]:
-    """Subset sum under a second limit: the first subset that is full, or the one that wastes least if there is none.
+    """Subset sum under a second limit: the first subset that is full, or the one that wastes least if there is none, as
+    positions in no particular order. Among the subsets of the same sums, the one that needs the shortest prefix of
+    ``samples`` wins.
 
     Args:
         samples: position, length (positive) and units (non-negative) of each, in order of preference; those longer
@@ -109,10 +109,6 @@ def fill_two(
         room, unit_room: what the lengths and the units may sum to; the work grows with their product.
         weights: penalties for an empty share of the room and of the unit room.
         spare: room and units that a full pack may leave. Only what is beyond them is waste.
-
-    Returns:
-        Positions, in no particular order. Among the subsets of the same sums, the one that needs the shortest prefix of
-        ``samples`` wins.
     """
     spare = min(spare[0], room), min(spare[1], unit_room)
     # The pairs of room and units left are bits of one integer. Behind the rooms of each number of units there is as
@@ -312,20 +308,16 @@ def _in_parts(length: int, room: int, part: int) -> int:
 
 
 def select_from_window(lengths: Sequence[int], capacity: int, costs: Costs = None, limits: Limits = None) -> list[int]:
-    """The next pack: ascending positions in the window, which always include position 0 (the oldest).
-
-    A pure function: equal windows yield equal packs. Samples that fit no pack alone are never chosen, but the oldest
-    must fit.
+    """The next pack: ascending positions in the window, which always include position 0 (the oldest). A pure function:
+    equal windows yield equal packs. Samples that fit no pack alone are never chosen, but the oldest must fit. Raises
+    PackingError: an empty window, or an oldest sample that fits no pack alone (the caller must keep such samples out of
+    the window, with `Constraints.oversize` or an oversize policy).
 
     Args:
         lengths: tokens (or alignment units) of the samples held, oldest first; positive integers.
         capacity: tokens (or units) of a pack.
         costs: further costs by name, one non-negative number per sample; names without a limit are ignored.
         limits: for each limited cost, the most that a pack may hold.
-
-    Raises:
-        PackingError: an empty window, or an oldest sample that fits no pack alone (the caller must keep such samples
-            out of the window, with `Constraints.oversize` or an oversize policy).
     """
     if not lengths:
         raise PackingError("an empty window has no next pack")
@@ -341,12 +333,10 @@ def select_from_window(lengths: Sequence[int], capacity: int, costs: Costs = Non
 
 
 def drain_window(lengths: Sequence[int], capacity: int, costs: Costs = None, limits: Limits = None) -> list[list[int]]:
-    """All packs of the samples left when the stream has ended; each ascending, ordered by their oldest sample.
-
-    Without limits this is best-fit decreasing over all samples held, as no later ones can fill gaps. With limits it
-    repeats `select_from_window` until nothing is left, which fills better there. Either way, removing the first pack
-    and calling this for the rest returns the other packs. Arguments as for `select_from_window`.
-    """
+    """All packs of the samples left when the stream has ended; each ascending, ordered by their oldest sample. Without
+    limits this is best-fit decreasing over all samples held, as no later ones can fill gaps. With limits it repeats
+    `select_from_window` until nothing is left, which fills better there. Either way, removing the first pack and
+    calling this for the rest returns the other packs. Arguments as for `select_from_window`."""
     if not limits:
         return [group.tolist() for group in best_fit_decreasing(np.asarray(lengths, dtype=np.int64), capacity)]
     packs: list[list[int]] = []
@@ -375,11 +365,9 @@ def pack_window(lengths: np.ndarray, capacity: int, constraints: Constraints, *,
 
 
 class WindowPacker[Key]:
-    """A window with its own storage: add samples, take packs, drain at the end.
-
-    Call `next_pack` when `full`; calling it earlier is allowed and returns a pack of the samples held. At most `window`
-    samples are held; `limits` are further limits per pack, by name.
-    """
+    """A window with its own storage: add samples, take packs, drain at the end. Call `next_pack` when `full`; calling
+    it earlier is allowed and returns a pack of the samples held. At most `window` samples are held; `limits` are
+    further limits per pack, by name."""
 
     def __init__(self, capacity: int, window: int = 256, limits: Mapping[str, Number] | None = None) -> None:
         if capacity < 1:

@@ -51,8 +51,7 @@ class ChatTemplate:
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
         date: the day that the template is told, see `TemplateRenderer`.
 
-    The other arguments are settings of `EncoderConfig`.
-    """
+    The other arguments are settings of `EncoderConfig`."""
 
     def __init__(
         self,

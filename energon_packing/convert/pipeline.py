@@ -290,8 +290,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a worker that died.
 
     Stages of `progress` are ``read`` and ``write`` (bytes), ``index`` (shards) and, for an object store, ``store``
-    (bytes); before each ``read``, ``records`` says how many have been read, of a number that is not known, 0.
-    """
+    (bytes); before each ``read``, ``records`` says how many have been read, of a number that is not known, 0."""
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
     if config.out.is_symlink():  # the data set goes where it leads, or there would be two

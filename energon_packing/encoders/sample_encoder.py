@@ -73,19 +73,15 @@ class SampleEncoder(ABC):
     @abstractmethod
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Any:
         """Returns a `PlainMeasured` or `Measured` with the exact length, without reading an image or video.
-
         ``truncate_to`` are the tokens of a row if longer samples are to be cut (``packing.oversize: truncate``). Raises
-        SampleRejected: the sample cannot be used; it goes to the ledger with this reason.
-        """
+        SampleRejected: the sample cannot be used; it goes to the ledger with this reason."""
 
     @abstractmethod
     def render(self, measured: Any, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Returns the row: ``input_ids``, ``labels`` (shifted, -100 where nothing is learned) and ``position_ids``
         int64 ``[L]``, ``loss_mask`` float32 ``[L]``, and if there are media ``visual_inputs`` (name -> tensor).
-
         ``read`` returns the bytes of an image or video by its name. Raises SampleRejected: this sample alone is left
-        out of its pack.
-        """
+        out of its pack."""
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
         """Measures both answers of a preference pair; ``no_pair`` unless the encoder overrides this."""

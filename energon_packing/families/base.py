@@ -54,8 +54,7 @@ Inputs = dict[str, torch.Tensor]
 class VisionFamily(ABC):
     """One family of vision-language models, bound to a processor and to the configured limits.
 
-    Limits of ``config`` are set on the processor itself, so that geometry and pixels always agree.
-    """
+    Limits of ``config`` are set on the processor itself, so that geometry and pixels always agree."""
 
     name: ClassVar[str]
     """Name in configurations and messages."""

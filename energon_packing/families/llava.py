@@ -99,8 +99,7 @@ class LlavaNext(Llava):
     """Geometry of ``LlavaNextProcessor`` (transformers 5).
 
     An image is fitted into the best of ``image_grid_pinpoints`` and padded. The tokens of the padding are left out, and
-    one token ends each row. The processor itself counts the tokens, because its rounding decides.
-    """
+    one token ends each row. The processor itself counts the tokens, because its rounding decides."""
 
     name = "llava_next"
     processor_classes = ("LlavaNextProcessor",)
@@ -122,11 +121,9 @@ class LlavaNext(Llava):
         return MediaPlan(kind="image", grid=(tiles, *self.tile_grid), runs=(tokens,), tiles=tiles)
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
-        """Returns ``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width).
-
-        By default the processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which
-        samples of one pack could not share. The models also take the tiles without that padding.
-        """
+        """Returns ``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width). By default
+        the processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which samples of
+        one pack could not share. The models also take the tiles without that padding."""
         images = [(plan, tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         if not images:
             return {}
@@ -151,8 +148,7 @@ class LlavaOneVision(LlavaNext):
     """Geometry of ``LlavaOnevisionProcessor`` (transformers 5).
 
     The cost of an image depends on its sample: a single image is cut into tiles (`LlavaNext`), but each of several is
-    padded to a square and seen once. Frames of a video are pooled two by two, and one token ends the video.
-    """
+    padded to a square and seen once. Frames of a video are pooled two by two, and one token ends the video."""
 
     name = "llava_onevision"
     processor_classes = ("LlavaOnevisionProcessor",)
@@ -223,10 +219,8 @@ class LlavaOneVision(LlavaNext):
         return {} if frames is None else {**forms, "pixel_values_videos": frames}
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
-        """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``.
-
-        With images there is also ``batch_num_images`` ``[1]``, which distinguishes a single image from one of several.
-        """
+        """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``. With images
+        there is also ``batch_num_images`` ``[1]``, which distinguishes a single image from one of several."""
         result = super().pixels(plans, media, raw=raw)
         clips = [self.spread(tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if clips:

@@ -51,10 +51,8 @@ class QwenPatches:
 
     def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``, as bytes in ``form`` if ``raw``,
-        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``.
-
-        ``media`` are uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
-        """
+        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``. ``media`` are uint8 ``[3, H, W]`` images, or
+        ``[frames, 3, H, W]`` videos."""
         if raw:
             return self._make(media)
         named = {"videos": list(media), "do_sample_frames": False} if self._kind == "video" else {"images": list(media)}
@@ -98,9 +96,8 @@ class Qwen25VL(VisionFamily):
     """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
 
     An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
-    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every
-    ``temporal_patch_size`` sampled frames.
-    """
+    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled
+    frames."""
 
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
@@ -308,8 +305,7 @@ class LlavaOneVision15(Qwen25VL):
     """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
 
     transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
-    name. Their text model is a plain Qwen3, so positions count tokens.
-    """
+    name. Their text model is a plain Qwen3, so positions count tokens."""
 
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)

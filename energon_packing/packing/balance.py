@@ -29,11 +29,9 @@ def pack_cost(
 
 
 def serpentine_order(costs: Sequence[int | float] | np.ndarray, block: int) -> list[int]:
-    """The order in which block number `block` of finished packs is emitted: positions, each once.
-
-    Costs ascend in even blocks and descend in odd ones; packs of equal cost keep their order (reversed in odd blocks).
-    All ranks must use the same W and count blocks from the same start.
-    """
+    """The order in which block number `block` of finished packs is emitted: positions, each once. Costs ascend in even
+    blocks and descend in odd ones; packs of equal cost keep their order (reversed in odd blocks). All ranks must use
+    the same W and count blocks from the same start."""
     order = np.argsort(np.asarray(costs), kind="stable")
     return [int(position) for position in (order if block % 2 == 0 else order[::-1])]
 

@@ -33,10 +33,8 @@ class PackGroups(Sequence[np.ndarray]):
 
     @classmethod
     def of(cls, pack: np.ndarray) -> "PackGroups":
-        """Groups from the pack number of each sample, ``[N]``; every number from 0 to P - 1 must be used.
-
-        Every group is ascending; packs are ordered by their smallest index, regardless of their numbers.
-        """
+        """Groups from the pack number of each sample, ``[N]``; every number from 0 to P - 1 must be used. Every group
+        is ascending; packs are ordered by their smallest index, regardless of their numbers."""
         count = int(pack.max(initial=-1)) + 1
         indices = np.arange(pack.size, dtype=np.int32 if pack.size < 1 << 31 else np.int64)
         oldest = np.empty(count, dtype=indices.dtype)
@@ -71,10 +69,8 @@ class PackGroups(Sequence[np.ndarray]):
 
 
 def stable_order(values: np.ndarray) -> np.ndarray:
-    """Stable ascending order of non-negative integers, ``[N]`` int64.
-
-    NumPy radix-sorts 16-bit integers, many times faster than wider ones, so wider integers are sorted in two halves.
-    """
+    """Stable ascending order of non-negative integers, ``[N]`` int64. NumPy radix-sorts 16-bit integers, many times
+    faster than wider ones, so wider integers are sorted in two halves."""
     top = int(values.max(initial=0))
     if top < 1 << 16:
         return np.argsort(values.astype(np.uint16), kind="stable")
@@ -151,8 +147,7 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints:
     For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
     the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
 
-    Source: S. Martello, P. Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990).
-    """
+    Source: S. Martello, P. Toth, "Lower bounds and reduction procedures for the bin packing problem" (1990)."""
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.size == 0:
         return 0

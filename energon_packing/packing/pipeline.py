@@ -175,11 +175,9 @@ def simulate(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> Timel
 
 
 def best_order(forward: np.ndarray, backward: np.ndarray, layout: Layout) -> list[int]:
-    """The order in which one global batch's micro-batches take least time in the pipeline: positions, each once.
-
-    A pure function of its arguments, those of `simulate`, so that all ranks of a pipeline find the same order: the best
-    that exchanges and moves find from the given order and sorted ones, and from others once they find none.
-    """
+    """The order in which one global batch's micro-batches take least time in the pipeline: positions, each once. A pure
+    function of its arguments, those of `simulate`, so that all ranks of a pipeline find the same order: the best that
+    exchanges and moves find from the given order and sorted ones, and from others once they find none."""
     costs, graph, count = np.array([forward, backward], np.float64), _graph(len(forward), layout), len(forward)
     if layout.ranks == 1:
         return list(range(count))

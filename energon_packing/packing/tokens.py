@@ -111,8 +111,7 @@ def pack_sequences(
             ``pad_token_id`` of None, as of a tokenizer without a padding token.
         ConfigError: an unknown policy or oversize mode.
 
-    Source: fast-axolotl's documentation of the function of that name.
-    """
+    Source: fast-axolotl's documentation of the function of that name."""
     rows, dropped = _rows([len(sequence) for sequence in sequences], max_length, policy, oversize)
     packed = _fill(rows, sequences, max_length, pad_token_id)
     return (packed, _boundaries(rows, dropped, max_length)) if return_boundaries else packed
@@ -143,8 +142,7 @@ def concatenate_and_pack(
     Raises:
         UserError: unequal numbers or lengths; a sequence that is too long under ``"raise"``.
 
-    Source: fast-axolotl's documentation of the function of that name.
-    """
+    Source: fast-axolotl's documentation of the function of that name."""
     if label_pad_id is None:
         raise UserError("label_pad_id is None; pass the label that your loss ignores, or leave it out: it is -100")
     if not len(input_ids) == len(labels) == len(attention_masks):

@@ -45,13 +45,11 @@ def hides_padding(lengths: Sequence[int], multiple: int) -> bool:
 
 
 def visible_order(samples: Sequence[Sequence[int]], multiple: int) -> list[int]:
-    """Positions of a pack's samples in an order that shows their padding; the given order if it already does.
-
-    Otherwise the last two samples are swapped: only the last one has padding, so an unpadded sample then follows it.
-    Applying the function to its own result changes nothing. Only a masked segment shows the padding of a single sample.
-    Of each sample, ``samples`` has the real lengths of its segments: one, or two for a preference pair, which stay
-    together and in order.
-    """
+    """Positions of a pack's samples in an order that shows their padding; the given order if it already does. Otherwise
+    the last two samples are swapped: only the last one has padding, so an unpadded sample then follows it. Applying the
+    function to its own result changes nothing. Only a masked segment shows the padding of a single sample. Of each
+    sample, ``samples`` has the real lengths of its segments: one, or two for a preference pair, which stay together and
+    in order."""
     order = list(range(len(samples)))
     if len(order) > 1 and hides_padding([length for sample in samples for length in sample], multiple):
         order[-2:] = reversed(order[-2:])

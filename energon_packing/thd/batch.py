@@ -292,8 +292,7 @@ def real_padding(batch: PackedBatch) -> PackedBatch:
     Bridge's steps would make two tensors of two equal ones, in which Transformer Engine 2.18 and later see padding.
 
     Under a causal mask nothing sees what is behind it, so no token, loss or gradient of a sample changes, and kernels
-    find nothing between segments. Positions, labels, ``padding_mask`` and ``sample_lengths`` stay as they were.
-    """
+    find nothing between segments. Positions, labels, ``padding_mask`` and ``sample_lengths`` stay as they were."""
     physical = batch.cu_seqlens_padded
     return batch if physical is None else replace(batch, cu_seqlens=physical, cu_seqlens_padded=None)
 

@@ -19,10 +19,8 @@ def repair_rotary(model: torch.nn.Module) -> None:
 
 def restore_frequencies(model: torch.nn.Module) -> int:
     """Makes rounded inverse frequencies (``inv_freq``, ``[width / 2]``) float32 again; returns their number.
-
     Megatron-Core's ``Float16Module`` rounds each buffer to 8 bits of mantissa. Angles of Qwen2.5-VL's patches are then
-    wrong by up to 0.26 for an image of 840 x 1288. Bridge 0.6.2 prevents that for Qwen3-VL and Ministral 3 only.
-    """
+    wrong by up to 0.26 for an image of 840 x 1288. Bridge 0.6.2 prevents that for Qwen3-VL and Ministral 3 only."""
     restored = 0
     module: Any
     for module in model.modules():
@@ -41,12 +39,10 @@ def restore_frequencies(model: torch.nn.Module) -> int:
 
 def rotate_rows_whole() -> None:
     """Makes Megatron-Core's unfused rotary embedding apply a table with one entry per token of the row as it is.
-
     ``_apply_rotary_pos_emb_thd`` (0.19.2, and main at 2a75ac12) cuts such a table at every boundary and joins the same
     pieces again. It reads each boundary from the device for that: in every layer the host waits twice per sample. The
     result is the same bit for bit; other tables, and those of context parallelism, go to Megatron-Core. A row that its
-    boundaries do not cover is no longer refused here. It changes Megatron-Core for the whole process, once.
-    """
+    boundaries do not cover is no longer refused here. It changes Megatron-Core for the whole process, once."""
     from megatron.core.models.common.embeddings import rope_utils
 
     by_segment = rope_utils._apply_rotary_pos_emb_thd

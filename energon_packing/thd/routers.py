@@ -34,11 +34,9 @@ _REPAIRED = "_energon_packing_running_mask"
 
 def count_real_tokens(model: torch.nn.Module) -> bool:
     """Makes the routers of a model count real tokens for as long as the model lives, where they get a padding mask;
-    returns whether the model has such layers.
-
-    Without a mask a router computes what it computed before. Call it again as often as you like. Raises ConfigError: a
-    router balances each sequence (``seq_aux_loss``): it would take a packed row for one sequence.
-    """
+    returns whether the model has such layers. Without a mask a router computes what it computed before. Call it again
+    as often as you like. Raises ConfigError: a router balances each sequence (``seq_aux_loss``): it would take a packed
+    row for one sequence."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
@@ -132,11 +130,9 @@ def put_mask(params: Any, mask: torch.Tensor) -> None:
 
 
 def experts_read_masks(model: torch.nn.Module) -> bool:
-    """Makes layers with experts read the mask that `put_mask` sent; returns whether there is such a layer.
-
-    Hooks each model once; the hooks do nothing for a row without a mask. Routers then count real tokens right
-    (`count_real_tokens`). Raises ConfigError: see `count_real_tokens`.
-    """
+    """Makes layers with experts read the mask that `put_mask` sent; returns whether there is such a layer. Hooks each
+    model once; the hooks do nothing for a row without a mask. Routers then count real tokens right
+    (`count_real_tokens`). Raises ConfigError: see `count_real_tokens`."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
     found: bool | None = getattr(model, _HOOKED, None)

@@ -22,12 +22,9 @@ _MOST_BYTES = 1 << 30  # Bytes per write; Linux writes at most 2 GiB less a page
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Joins parts along their first axis in new memory, even one part, because a view would keep its storage alive. At
-    least one is given, and they are equal in dtype and in all axes but the first.
-
-    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. The parts are written
-    to its file: the kernel clears every page that is first touched through a mapping. Raises PackingError: shared
-    memory is full.
-    """
+    least one is given, and they are equal in dtype and in all axes but the first. In a data loader's worker this memory
+    is shared from the start, as in PyTorch's own collation. The parts are written to its file: the kernel clears every
+    page that is first touched through a mapping. Raises PackingError: shared memory is full."""
     first = parts[0]
     shape = (sum(len(part) for part in parts), *first.shape[1:])
     if torch.utils.data.get_worker_info() is None or first.device.type != "cpu" or not math.prod(shape):

@@ -147,8 +147,7 @@ class _Packs:
     """Partly filled packs; the arrays change.
 
     `columns` ``[N, limits]`` are what each sample costs, tokens first; `free` ``[packs, limits]`` what each pack has
-    left; `pack` ``[N]`` that of each sample, -1 if it has none.
-    """
+    left; `pack` ``[N]`` that of each sample, -1 if it has none."""
 
     columns: np.ndarray
     free: np.ndarray

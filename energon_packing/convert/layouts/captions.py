@@ -82,9 +82,6 @@ _CAPTIONS = Layout(
     restate=_restate_caption,
 )
 _TEXTS = Layout(
-    name="texts",
-    expects="'texts', a list of user/assistant, and 'images'",
-    matches=_has_texts,
-    restate=_restate_texts,
+    name="texts", expects="'texts', a list of user/assistant, and 'images'", matches=_has_texts, restate=_restate_texts
 )
 DECLARED = (_CAPTIONS, _TEXTS)

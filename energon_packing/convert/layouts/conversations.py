@@ -160,9 +160,6 @@ _LLAMAFACTORY_V1 = Layout(
     restate=_restate_llamafactory_v1,
 )
 _QWEN_VL = Layout(
-    name="qwen-vl",
-    expects="turns with <img>path</img> in their text",
-    matches=_is_qwen_vl,
-    restate=_restate_qwen_vl,
+    name="qwen-vl", expects="turns with <img>path</img> in their text", matches=_is_qwen_vl, restate=_restate_qwen_vl
 )
 DECLARED = (SHAREGPT, OPENAI, _LLAMAFACTORY_V1, _QWEN_VL)

@@ -183,9 +183,8 @@ class Conversation:
         tools: tool definitions for the chat template (a list of JSON schemas), or None.
         chosen, rejected: for preference data, the turns that follow ``turns`` in the preferred answer and in the other
             one; text only. Both or neither are given.
-        extras: additional values of the trained tokens by name (advantages, log-probabilities, rewards): one number for
-            all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected": ...}`` of these, or one
-            number for both.
+        extras: values of the trained tokens by name (advantages, log-probabilities, rewards): one number for all, or
+            one per token in order; for a pair, ``{"chosen": ..., "rejected": ...}`` of these, or one number for both.
         source_id: the id of its record where the key cannot be that, because it is not ASCII.
     """
 
@@ -353,8 +352,7 @@ class Conversation:
     @classmethod
     def from_record(cls, key: str, record: Any) -> Self:
         """Reads what `to_record` wrote. Raises SampleRejected: ``bad_record`` if the JSON does not have that form,
-        ``media_outside_root`` if a media name is absolute or contains ``..``, and the reasons of `Conversation`
-        itself."""
+        ``media_outside_root`` if a media name is absolute or has ``..``, and the reasons of `Conversation`."""
         _RECORD.check_keys(record, RECORD_FIELDS, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
         if not isinstance(source_id := record.get("id"), str | None):

@@ -55,8 +55,7 @@ class StopTokens:
         self._rest = re.compile(rf"(?:\s*(?:{self._stop.pattern}))+(?=\s*\Z)")
 
     def first_end(self, text: str) -> tuple[int | None, bool]:
-        """Returns where the first token that ends a turn ends, None if there is none; and whether no special token
-        precedes it."""
+        """Returns where the first token that ends a turn ends, or None; and whether no special token precedes it."""
         stop, special = self._stop.search(text), self._special.search(text)
         return stop and stop.end(), stop is not None and (special is None or special.end() >= stop.end())
 

@@ -45,8 +45,7 @@ class ThinkingForm(NamedTuple):
         return start + found.start() if found else None
 
     def after(self, text: str, start: int, end: int) -> int | None:
-        """Returns where the marks end that begin at ``start``, white space aside; None if none is in ``[start,
-        end)``."""
+        """Returns where the marks from ``start`` on end, white space aside; None if none is in ``[start, end)``."""
         found = re.compile(rf"(?:\s*{re.escape(self.closing)})+").match(text, start, end)
         return found.end() if found else None
 
@@ -177,8 +176,7 @@ def check_closed(conversation: Conversation) -> None:
 
 
 def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:
-    """Returns trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not
-    trained."""
+    """Returns trained spans, with weight 0 where they meet one of the ascending ranges that are not trained."""
     result: list[TrainedSpan] = []
     for span in spans:
         cursor = span.start

@@ -1,5 +1,4 @@
-"""The files that a conversion reads, pieces of them, and single records: what the process that finds them and its
-workers exchange."""
+"""The files that a conversion reads, pieces of them, and records: what its first process and its workers exchange."""
 
 import glob
 import os

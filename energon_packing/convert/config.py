@@ -1,5 +1,4 @@
-"""The options of a conversion, checked when they are created; other names of columns, by option or by LLaMA-Factory's
-``dataset_info.json``."""
+"""The options of a conversion, and other names of columns, by option or by LLaMA-Factory's ``dataset_info.json``."""
 
 import json
 import re

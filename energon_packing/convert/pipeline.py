@@ -69,8 +69,7 @@ class ChunkAudit:
     # Name of a column that nothing reads -> good records that fill it, in the order of first sight.
     ignored: Counter[str] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
-    # Kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them are that, see
-    # `ParsedRecord.judged`.
+    # Kind of media -> how often the good records name one; `ParsedRecord.judged` -> how many of them are that.
     mentions: Counter[str] = field(default_factory=Counter)
     # Good records with media: number among the good ones -> names in the media store, one per mention.
     named: dict[int, list[str]] = field(default_factory=dict)
@@ -155,8 +154,7 @@ class Auditing:
         return audit
 
     def _stored(self, raw: RawRecord, root: Path | str, audit: ChunkAudit, warnings: list[str]) -> tuple[bytes, int]:
-        """The JSON of a good record, which the audit counts, and its `content_sum`; raises `SampleRejected` for any
-        other."""
+        """The JSON of a good record, which the audit counts, and its `content_sum`; else raises `SampleRejected`."""
         config = self._config
         if raw.error is not None:
             raise raw.error

@@ -210,8 +210,7 @@ class ParsedRecord:
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
     """A video made of checked images of one size, else ``unequal_frames`` is raised, each with its name in the store.
-    ``times`` are the seconds of each frame, or empty; for two or more frames, they set the rate and override
-    ``fps``."""
+    ``times`` are the seconds of each frame, or empty; of two or more they override ``fps``."""
     width, height = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):
         if (file.width, file.height) != (width, height):
@@ -235,8 +234,7 @@ def parse_record(
     kto_label: str | None = None,
     missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
-    """Reads one record. Raises SampleRejected: with most of the reasons that docs/convert.md lists, those of files
-    aside.
+    """Reads one record. Raises SampleRejected: with most reasons of docs/convert.md, those of files aside.
 
     Args:
         value: the parsed JSON.
@@ -481,8 +479,7 @@ def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
 
 
 def _text_turns(messages: list[Any], role_field: str, content_field: str) -> bytes | None:
-    """The JSON of turns of a role and a text each, looked at together, which takes a third of the time; None if one is
-    more."""
+    """The JSON of turns of a role and a text each, taken together in a third of the time; None if one is more."""
     if set(map(len, messages)) != {2} or (turns := _beginnings(tuple([each[role_field] for each in messages]))) is None:
         return None
     texts = [message[content_field] for message in messages]

@@ -109,8 +109,7 @@ def _unpacking(
 
 
 def _frames(packed: BinaryIO, unpacker: Any) -> Iterator[bytes]:
-    """The bytes of frames of zstd; raises EOFError where the file ends within one, which a stream reader takes for its
-    end."""
+    """The bytes of frames of zstd; raises EOFError where the file ends within one, which a stream reader ignores."""
     frame, left = None, b""
     while block := left or packed.read(1 << 10):  # which may unpack to 32 MiB
         frame = frame or unpacker.decompressobj()

@@ -1,5 +1,4 @@
-"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and others write them, and of CSV and TSV; one record
-per row.
+"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and others write them, and of CSV and TSV, as records.
 
 A worker reads forward through a file, a batch at a time, and turns only its own rows into Python objects. So memory
 does not grow with the file, and a skipped row costs little. A process keeps one file open between chunks, until it
@@ -192,8 +191,7 @@ class _Table:
 
 @lru_cache(maxsize=1)
 def opened_table(path: Path, size: int, changed: int) -> _Table:
-    """The file that this process reads rows of, until the cache is cleared; size and time stamp tell a replaced file
-    from the one before."""
+    """The file that this process reads rows of, until the cache is cleared; size and time stamp tell a replaced one."""
     return _Table(path)
 
 
@@ -356,8 +354,7 @@ _SPOKEN = frozenset(("prompt", "completion", *ANSWER_COLUMNS))
 
 
 def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
-    """The rows of CSV or TSV that are not blank, the header too; one that breaks the rules of quotes is an error, and
-    the next line goes on."""
+    """The rows of CSV or TSV that are not blank, the header too; one that breaks the rules of quotes is an error."""
     delimiter = DELIMITERS[suffix_of(Path(source.name))[0]]
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:

@@ -169,8 +169,7 @@ def _clear(partial: Path, *, keep_journal: bool) -> None:
 
 def publish(build: Path, out: Path) -> None:
     """Moves the finished directory to its place in one step, and removes the previous content and the workspace.
-    Previous content is moved away first. A kill in between leaves it in the workspace, from where `workspace` brings it
-    back."""
+    Previous content is moved away first. After a kill in between, `workspace` brings it back."""
     partial = build.parent
     old = partial / _REPLACED
     try:

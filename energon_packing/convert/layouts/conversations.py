@@ -5,8 +5,7 @@ The first two are what `energon_packing.convert.records` reads, so their records
 
 * LLaMA-Factory's v1 samples: ``messages``, or ``chosen_messages`` and ``rejected_messages``, of typed parts. A part is
   ``{"type", "value"}``; its types are ``text``, ``reasoning``, ``tool_call`` (JSON text), ``image_url``, ``video_url``
-  and ``audio_url``. As its Qwen3 renderer reads them, the texts of a message are joined, and so are its thoughts,
-  wherever they stand.
+  and ``audio_url``. As its Qwen3 renderer reads them, the texts of a message are joined, and so are its thoughts.
 * Qwen-VL's conversations: ``Picture 1: <img>a.jpg</img>``. Everything around the
   tags stays in the text, boxes too: ``<box>(12,30),(480,720)</box>`` counts in thousandths of the image for Qwen-VL,
   and in pixels for later models, so no number of it is changed.

@@ -50,10 +50,8 @@ class TemplateRenderer:
 
         try:
             return render_template(self.source, messages, tools, special=self._special, prompt=prompt)
-        except jinja2.exceptions.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"The chat template is not valid Jinja (line {error.lineno}): {error.message}."
-            ) from error
+        except jinja2.TemplateSyntaxError as bad:
+            raise ConfigError(f"The chat template is not valid Jinja (line {bad.lineno}): {bad.message}.") from bad
         except ConfigError:
             raise
         except Exception as error:

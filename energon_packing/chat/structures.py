@@ -266,11 +266,8 @@ class TemplateReader:
         ``template_omits`` if something is missing, ``unstable_prefix`` if a turn appears before turns that it followed,
         ``template_error`` if the template refuses the conversation, ``bad_record`` if it cannot be passed to it;
         ConfigError: the template is not valid Jinja."""
-        if (
-            conversation.turns[0].role == "system"
-            and not _says(conversation.turns[0])
-            and self._renderer.hides_empty_system
-        ):
+        first = conversation.turns[0]
+        if first.role == "system" and not _says(first) and self._renderer.hides_empty_system:
             raise SampleRejected(
                 "template_omits",
                 "the chat template writes its default prompt in place of the empty system turn; remove that turn, or "

@@ -122,9 +122,7 @@ class ChatTemplate:
         kept = tuple(span for span in trained if span.end > span.start)
         if not any(span.weight > 0 for span in kept):
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
-        ends = tuple(
-            (turn + 1, len(text) - len(text[found[-1].end :].lstrip())) for turn, found in spans.items() if found
-        )
+        ends = tuple((turn + 1, len(text) - len(text[own[-1].end :].lstrip())) for turn, own in spans.items() if own)
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def trained_turns(self, conversation: Conversation) -> frozenset[int]:
@@ -224,9 +222,7 @@ class ChatTemplate:
         tied: dict[int, list[TrainedSpan]] = {}
         for start, end in sorted((start, end) for start, end in reading.generated if end > start):
             first, last = bisect_left(starts, start), bisect_left(starts, end)
-            turn = next(
-                (turns[at] for at in range(first, last) if turns[at] >= 0 and roles[turns[at]] == "assistant"), None
-            )
+            turn = next((each for each in turns[first:last] if each >= 0 and roles[each] == "assistant"), None)
             if turn is None:
                 silent = [turn for turn, role in enumerate(roles) if role == "assistant" and turn not in turns]
                 latest = max(turns[:first], default=-1)
@@ -258,10 +254,9 @@ class ChatTemplate:
         texts = {n for n in answers if all(isinstance(part, str) for part in conversation.turns[n].parts)}
         hidden = [n for n in answers if weights[n] and not spans.get(n) and not (n in texts and n not in worded)]
         if hidden:
-            detail = (
-                f"the template marks nothing of turn {hidden[0] + 1} as generated, although the turn has the weight"
-            )
-            raise SampleRejected("loss_weight_mismatch", f"{detail} {weights[hidden[0]]}")
+            shown = f"the template marks nothing of turn {hidden[0] + 1} as generated"
+            detail = f"{shown}, although the turn has the weight {weights[hidden[0]]}"
+            raise SampleRejected("loss_weight_mismatch", detail)
         if self.train_on == "last_assistant":
             answers = answers[-1:]
         chosen = []

@@ -94,11 +94,7 @@ class ColumnMap:
         return {"columns": dict(self.columns), "roles": dict(self.roles), "only": self.only, "layout": self.layout}
 
 
-_EXAMPLES = {
-    "split": "train=0.98,val=0.02",
-    "--columns": "messages=dialog,images=pics",
-    "--roles": "human=person,gpt=bot",
-}
+_FORMS = {"split": "train=0.98,val=0.02", "--columns": "messages=dialog,images=pics", "--roles": "human=person,gpt=bot"}
 
 
 def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[str, str]:
@@ -109,7 +105,7 @@ def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[st
         if not entry and stray_commas:
             continue
         if not (name and theirs):
-            raise ConfigError(f"{option} {text!r} cannot be read at {entry!r}; write for example {_EXAMPLES[option]}")
+            raise ConfigError(f"{option} {text!r} cannot be read at {entry!r}; write for example {_FORMS[option]}")
         if name in names:
             raise ConfigError(f"{option} {text!r} names {name!r} twice")
         names[name] = theirs
@@ -294,7 +290,7 @@ def parse_split(text: str) -> dict[str, float]:
     try:
         return normalised_split({name: float(share) for name, share in names.items()})
     except ValueError as error:
-        raise ConfigError(f"split {text!r} cannot be read: {error}; write for example {_EXAMPLES['split']}") from error
+        raise ConfigError(f"split {text!r} cannot be read: {error}; write for example {_FORMS['split']}") from error
 
 
 _DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}

@@ -26,22 +26,13 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from energon_packing.conversation import Conversation
-from energon_packing.convert import layout, records, workspace
+from energon_packing.convert import layout, records, shards, workspace
 from energon_packing.convert.chunks import Chunk, ChunkSize, RawRecord, SourceFile, find_sources, source_digest
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
 from energon_packing.convert.layout import ConversionReport, ignored_entries, media_names, read_report
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
 from energon_packing.convert.reader import find_yielded
-from energon_packing.convert.shards import (
-    MediaTable,
-    PlannedSamples,
-    SamplePlan,
-    SampleStore,
-    StoredFile,
-    Writing,
-    spool_file,
-)
 from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.convert.tables import opened_table
 from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines, said_of_system
@@ -88,7 +79,7 @@ class Auditing:
     def begin(self) -> None:
         for number in count():  # the first that no other worker has, whatever machine it is on
             with suppress(FileExistsError):
-                self._spool = spool_file(self._scratch, number).open("xb")
+                self._spool = shards.spool_file(self._scratch, number).open("xb")
                 break
         self._number = number
         config, own = self._config, self._config.own_layout
@@ -194,7 +185,7 @@ _AHEAD = 32  # tasks, at least, that may be given out or done before the first o
 class ReadRecords:
     """What the first half has found, chunk by chunk in the order of the records."""
 
-    def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
+    def __init__(self, config: ConvertConfig, media: shards.MediaTable, plan: shards.SamplePlan) -> None:
         self.config, self.media, self.plan = config, media, plan
         self._keys, self.splits = KeyAssigner(), SplitAssigner(config.split)
         self._written_of_origin = Counter[int]()
@@ -241,7 +232,7 @@ class ReadRecords:
             self.ignored[_counted_as(name, self.ignored, "columns")] += number
         self.splits.add(positions)
         place: Any = {"spool": audit.spool, "offset": audit.offset}
-        planned = PlannedSamples(**place, keys=keys, sizes=audit.sizes, positions=positions)
+        planned = shards.PlannedSamples(**place, keys=keys, sizes=audit.sizes, positions=positions)
         apart = self.config.layout == "polylithic"
         if audit.files:
             self._sources_with_media.add(source.place)
@@ -253,7 +244,7 @@ class ReadRecords:
             times = (getattr(audit.files[name][0], "time_points", ()) for name in distinct)  # records have them
             self._media_names.update("".join([*distinct, *(str([*each]) for each in times if each)]).encode())
             if not apart:
-                planned.files[number] = [StoredFile.of(*audit.files[name]) for name in distinct]
+                planned.files[number] = [shards.StoredFile.of(*audit.files[name]) for name in distinct]
                 self.media_bytes += sum(file.stamp.size for file in planned.files[number])
         if keys:
             self.plan.add(planned)
@@ -379,8 +370,9 @@ def _build(
     most = _MOST_OF_CLUSTER if config.workers is None and config.executor_config.cluster else config.workers or 0
     results = partial(in_order, executor, ahead=max(_AHEAD, 4 * most))
     with ExitStack() as stack:
-        media = stack.enter_context(closing(MediaTable(scratch / "media", one_store=config.layout == "polylithic")))
-        reading = ReadRecords(config, media, stack.enter_context(closing(SamplePlan(scratch / "plan"))))
+        media = shards.MediaTable(scratch / "media", one_store=config.layout == "polylithic")
+        stack.enter_context(closing(media))
+        reading = ReadRecords(config, media, stack.enter_context(closing(shards.SamplePlan(scratch / "plan"))))
         fingerprint["sources"] = _read(sources, results, reading, build, tell)
         if (unusable := reading.unusable_source(sources)) is not None:
             if config.dry_run or not media.files:
@@ -389,10 +381,10 @@ def _build(
             raise UserError(f"{unusable}; fix it or leave it out, and add --resume to reuse the media checks so far")
         reading.splits.finish()
         splits = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
-        shards = 0
+        tars = 0
         if not config.dry_run:
-            store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
-            shards = _write(store, reading, results, reading.identity(fingerprint), tell)
+            store = stack.enter_context(closing(shards.SampleStore(config, media, splits, build)))
+            tars = _write(store, reading, results, reading.identity(fingerprint), tell)
     mentions = reading.mentions
     entry = config.out / layout.DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -416,7 +408,7 @@ def _build(
         media_files=media.files,
         media_bytes=reading.media_bytes,
         record_bytes=reading.record_bytes,
-        shards=shards,
+        shards=tars,
         dry_run=config.dry_run,
         fingerprint=fingerprint,
     )
@@ -463,7 +455,7 @@ def _read(
     return digests
 
 
-def _write(store: SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress) -> int:
+def _write(store: shards.SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress) -> int:
     """The second half; returns the number of tars."""
     total, done = reading.record_bytes + reading.media_bytes, 0
     tell("write", done, total)
@@ -471,13 +463,13 @@ def _write(store: SampleStore, reading: ReadRecords, results: _Results, identity
     with (
         closing(reading.plan.read(reading.splits.of)) as samples,
         closing(store.pieces(samples)) as pieces,
-        closing(results(pieces, Writing(store.build.parent))) as written,
+        closing(results(pieces, shards.Writing(store.build.parent))) as written,
     ):
         for (_, piece), _ in written:
             done += piece.content
             tell("write", done, total)
     tell("index", 0, 1)
     counted = zip(reading.splits.names, reading.splits.counts, strict=True)
-    shards = store.finish([name for name, count in counted if count], identity)
-    tell("index", shards, shards)
-    return shards
+    tars = store.finish([name for name, count in counted if count], identity)
+    tell("index", tars, tars)
+    return tars

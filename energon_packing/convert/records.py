@@ -46,14 +46,7 @@ from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
 from energon_packing.convert.layouts.layout import TURN_COLUMNS, Layout, find_layout, has_turns, unknown_layout, without
 from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.turns import (
-    holds,
-    joined,
-    parse_function_call_text,
-    parse_tool_calls,
-    parse_tools,
-    read_turns,
-)
+from energon_packing.convert.turns import holds, joined, parse_call_text, parse_tool_calls, parse_tools, read_turns
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER, check_depth, is_unicode
 
@@ -514,7 +507,7 @@ def _turns(messages: list[Any], role_field: str, content_field: str) -> bytes | 
         text, further, known = message.get(content_field), b"", 2
         calls: tuple[dict[str, Any], ...] = ()
         if name == "function_call":
-            calls, text = (parse_function_call_text(text, ignored), None) if type(text) is str else ((), text)
+            calls, text = (parse_call_text(text, ignored), None) if type(text) is str else ((), text)
         elif beginning is _TURN["assistant"] and (given := message.get("tool_calls")):
             calls, known = parse_tool_calls(given, ignored), 3
         elif beginning is _TURN["tool"] and type(call := message.get("tool_call_id")) is str and call:

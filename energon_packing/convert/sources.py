@@ -120,11 +120,7 @@ def _frames(packed: BinaryIO, unpacker: Any) -> Iterator[bytes]:
 
 
 def _found(
-    source: SourceFile,
-    suffix: str,
-    max_record_bytes: int,
-    chunk_bytes: ChunkBytes,
-    damage: SampleRejected | None = None,
+    source: SourceFile, suffix: str, most: int, chunk_bytes: ChunkBytes, damage: SampleRejected | None = None
 ) -> Generator[Chunk, None, str]:
     """Yields the chunks of a file that is not compressed; returns its digest."""
     if suffix in chunks.TABLE_SUFFIXES or suffix == chunks.TAR_SUFFIX:
@@ -132,20 +128,18 @@ def _found(
         yield from find_samples(source, chunk_bytes, damage) if of_tar else find_rows(source, chunk_bytes)
         return file_digest(source.path)
     with source.path.open("rb") as stream:
-        form, start, error = _look(source, stream, suffix, max_record_bytes)
+        form, start, error = _look(source, stream, suffix, most)
         stream.seek(0)
         reader = DigestingReader(stream)
         reader.read(start)
         if error is not None:
             yield Chunk(source=source, form=form, error=error)
         else:
-            yield from _FIND[form](source, reader, max_record_bytes, chunk_bytes)
+            yield from _FIND[form](source, reader, most, chunk_bytes)
         return reader.hexdigest()
 
 
-def _look(
-    source: SourceFile, stream: BinaryIO, suffix: str, max_record_bytes: int
-) -> tuple[Form, int, SampleRejected | None]:
+def _look(source: SourceFile, stream: BinaryIO, suffix: str, most: int) -> tuple[Form, int, SampleRejected | None]:
     """The form of a file, where its text begins, and why there is none to read."""
     head = stream.read(3)
     if head[:2] in _UTF16_BOMS:
@@ -161,7 +155,7 @@ def _look(
     if suffix == chunks.TEXT_SUFFIX:
         line = b""
         while first == b"{" and not line:
-            line = stream.readline(max_record_bytes).strip()
+            line = stream.readline(most).strip()
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
                 why = f"of a {chunks.TEXT_SUFFIX} file each line would be trained as a document; rename it to .jsonl"
@@ -171,12 +165,12 @@ def _look(
         return "cells", start, None
     if first == b"[":
         return "array", start, None
-    is_object = suffix == ".json" and not _has_whole_line(stream, max_record_bytes)
+    is_object = suffix == ".json" and not _has_whole_line(stream, most)
     return "object" if is_object else "lines", start, None
 
 
 def _find_lines(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes, form: Form = "lines"
+    source: SourceFile, reader: DigestingReader, most: int, chunk_bytes: ChunkBytes, form: Form = "lines"
 ) -> Iterator[Chunk]:
     number, start = 1, reader.position
     while block := reader.read(chunk_bytes()):
@@ -189,14 +183,12 @@ def _find_lines(
         start = reader.position
 
 
-def _find_elements(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
-) -> Iterator[Chunk]:
+def _find_elements(source: SourceFile, reader: DigestingReader, most: int, chunk_bytes: ChunkBytes) -> Iterator[Chunk]:
     before, wanted = reader.position, chunk_bytes()
     start: int | None = None
     first = end = number = 0
     error: SampleRejected | None = None
-    for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes)):
+    for number, element in enumerate(iterate_array(reader, max_element=most)):
         if element.last:
             detail = f"{element.error}; {_unread(source, before + end, number)}"
             error = SampleRejected("truncated_array", f"{source.name}[{number}]: {detail}")
@@ -222,13 +214,11 @@ def _unread(source: SourceFile, at: int, records: int) -> str:
     return f"nothing after it was read ({left:,} bytes{guess})"
 
 
-def _find_object(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
-) -> Iterator[Chunk]:
-    start, size = reader.position, len(reader.read(max_record_bytes + 1))
+def _find_object(source: SourceFile, reader: DigestingReader, most: int, chunk_bytes: ChunkBytes) -> Iterator[Chunk]:
+    start, size = reader.position, len(reader.read(most + 1))
     error: SampleRejected | None = None
-    if size > max_record_bytes:
-        detail = f"one JSON object of more than {max_record_bytes} bytes; expected an array of records or JSON Lines"
+    if size > most:
+        detail = f"one JSON object of more than {most} bytes; expected an array of records or JSON Lines"
         error = SampleRejected("record_too_large", f"{source.name}[0]: {detail}")
     yield Chunk(source=source, form="object", start=start, end=start + size, first=0, error=error)
 

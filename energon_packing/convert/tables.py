@@ -367,17 +367,15 @@ def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv
             yield error
 
 
-def find_cells(
-    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: ChunkBytes
-) -> Iterator[Chunk]:
+def find_cells(source: SourceFile, reader: DigestingReader, most: int, chunk_bytes: ChunkBytes) -> Iterator[Chunk]:
     """Divides a file of CSV or TSV into chunks of rows, whose cells may hold line breaks; see `sources.find_chunks`."""
-    csv.field_size_limit(max_record_bytes)
+    csv.field_size_limit(most)
     begun = reader.position
 
     def lines() -> Iterator[str]:
-        while line := reader.read(max_record_bytes + 1, line=True):
-            if reader.position - begun > max_record_bytes:
-                raise ValueError(f"a row, or a quote that nothing closes, has more than {max_record_bytes} bytes")
+        while line := reader.read(most + 1, line=True):
+            if reader.position - begun > most:
+                raise ValueError(f"a row, or a quote that nothing closes, has more than {most} bytes")
             yield line.decode("utf-8", "surrogateescape")
 
     rows = _cells(lines(), source)

@@ -42,7 +42,7 @@ def _parsed(text: str, reason: str, what: str) -> Any:
         raise SampleRejected(reason, f"{what} not JSON: {error}") from error
 
 
-def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
+def parse_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with or without an ``id``, or a list of these.
     ``ignored`` receives the names of all other fields of the calls; raises ``bad_tool_call``."""
     value = _parsed(text, "bad_tool_call", "the function call is")
@@ -255,7 +255,7 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
     in_calls: set[str] = set()
     if role_name == "function_call":
         expect(content, str, "non_string_value", f"turn {number} ({role_name}) is", "text")
-        calls, content = parse_function_call_text(content, in_calls), ""
+        calls, content = parse_call_text(content, in_calls), ""
     elif role == "assistant":
         calls = parse_tool_calls(message.get("tool_calls"), in_calls)
         if message.get("function_call") is not None:

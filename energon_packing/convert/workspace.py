@@ -27,17 +27,7 @@ from energon_packing.convert.media_files import FETCHED
 from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of, said_of_system
 from energon_packing.line_file import lock
-from energon_packing.remote_files import (
-    digest,
-    file_digest,
-    listed,
-    local_copy,
-    remote_address,
-    remove,
-    shown,
-    status,
-    store,
-)
+from energon_packing.remote_files import file_digest, listed, local_copy, remote_address, shown, status, store
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
@@ -224,17 +214,18 @@ def store_data_set(local: Path, address: str, progress: Callable[[str, int, int]
         store(local / layout.CONVERSION_FILE, f"{address}/{MARK}")
         before = {name for name, _ in listed(address)} - {MARK}
         for name in sorted(filter(_order, before)):  # else it would describe other shards
-            remove(f"{address}/{name}")
+            remote_files.remove(f"{address}/{name}")
         for name, size in sizes.items():
             target = f"{address}/{name}"
             there = status(target) if name in before and not _order(name) else None
-            if there is None or there.size != size or digest(target) != file_digest(local / name):  # of other bytes
+            same = there is not None and there.size == size
+            if not (same and remote_files.digest(target) == file_digest(local / name)):
                 store(local / name, target)
             done += size
             progress("store", done, total)
         gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
         for name in (*gone, MARK):
-            remove(f"{address}/{name}")
+            remote_files.remove(f"{address}/{name}")
 
 
 def _order(name: str) -> int:

@@ -343,4 +343,5 @@ def _columns(draft: Draft) -> Record:
     return {kind: [order.name for order in orders] for kind, orders in columns.items() if orders}
 
 
+RECORDS = (sharegpt_record, openai_record)
 _json = functools.partial(json.dumps, ensure_ascii=False)

@@ -17,15 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from energon_packing.demo.conversations import (
-    Record,
-    kinds_of,
-    openai_record,
-    sharegpt_record,
-    small_talk,
-    story,
-    write_draft,
-)
+from energon_packing.demo.conversations import RECORDS, Record, kinds_of, small_talk, story, write_draft
 from energon_packing.demo.media import Clip, Picture, save_sound
 from energon_packing.errors import UserError
 
@@ -33,37 +25,22 @@ DATA_VERSION = 2  # raise it when the same arguments give other data; otherwise 
 SOURCES = ("sharegpt.json", "openai.jsonl")
 
 # name: the class that `AutoProcessor` (for "text": `AutoTokenizer`) returns for it
-PROCESSORS: dict[str, str] = {
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "text": "Qwen2Tokenizer",
-}
+PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor", "text": "Qwen2Tokenizer"}
 
-_ASK = "<image>What is this?"
-_WRONG_MEDIA: tuple[tuple[str, str, str, str, dict[str, list[str]]], ...] = (
-    ("missing", "missing_media", "The image file does not exist.", _ASK, {"images": ["broken/nowhere.jpg"]}),
-    ("empty", "corrupt_media", "The image file has no bytes.", _ASK, {"images": ["broken/empty.jpg"]}),
-    ("cut", "corrupt_media", "The JPEG is cut off in the middle.", _ASK, {"images": ["broken/truncated.jpg"]}),
-    (
-        "more-media",
-        "placeholder_mismatch",
-        "The record names two images, but its text has one placeholder.",
-        _ASK,
-        {"images": ["broken/good.jpg", "broken/good.jpg"]},
-    ),
-    (
-        "more-placeholders",
-        "placeholder_mismatch",
-        "The text has two placeholders, but the record names one image.",
-        f"<image>{_ASK}",
-        {"images": ["broken/good.jpg"]},
-    ),
-    ("outside", "media_outside_root", "The path leaves the folder.", _ASK, {"images": ["../outside.jpg"]}),
-    ("absolute", "media_outside_root", "The path is absolute.", _ASK, {"images": ["/etc/hostname"]}),
-    ("sound", "corrupt_media", "The video file contains only audio.", "<video>Hm?", {"videos": ["broken/sound.mp4"]}),
-    ("video", "corrupt_media", "The video file is cut off.", "<video>Hm?", {"videos": ["broken/damaged.mp4"]}),
+_MISMATCH = "placeholder_mismatch"
+_ASK, _TWO, _FILM, _GOOD = "<image>What is this?", "<image><image>What is this?", "<video>Hm?", "broken/good.jpg"
+_WRONG_MEDIA: tuple[tuple[str, str, str, str, list[str]], ...] = (
+    ("missing", "missing_media", "The image file does not exist.", _ASK, ["broken/nowhere.jpg"]),
+    ("empty", "corrupt_media", "The image file has no bytes.", _ASK, ["broken/empty.jpg"]),
+    ("cut", "corrupt_media", "The JPEG is cut off in the middle.", _ASK, ["broken/truncated.jpg"]),
+    ("more-media", _MISMATCH, "The record names two images, but its text has one placeholder.", _ASK, [_GOOD] * 2),
+    ("more-placeholders", _MISMATCH, "The text has two placeholders, but the record names one image.", _TWO, [_GOOD]),
+    ("outside", "media_outside_root", "The path leaves the folder.", _ASK, ["../outside.jpg"]),
+    ("absolute", "media_outside_root", "The path is absolute.", _ASK, ["/etc/hostname"]),
+    ("sound", "corrupt_media", "The video file contains only audio.", _FILM, ["broken/sound.mp4"]),
+    ("video", "corrupt_media", "The video file is cut off.", _FILM, ["broken/damaged.mp4"]),
 )
-"""Of ShareGPT records whose media are wrong: id, reason, what is wrong, question and columns."""
+"""Of ShareGPT records whose media are wrong: id, reason, what is wrong, question and names."""
 
 
 def processor_path(name: str) -> Path:
@@ -109,8 +86,7 @@ def make_data(
             path.parent.mkdir(parents=True, exist_ok=True)
             order.shows.save(path, order.width, order.height, **order.options)
         # Alternating, so that every kind is written in both layouts if it occurs often enough.
-        as_record = openai_record if index % 2 else sharegpt_record
-        records[SOURCES[index % 2]].append(as_record(draft, Random(f"layout {seed} {index}")))
+        records[SOURCES[index % 2]].append(RECORDS[index % 2](draft, Random(f"layout {seed} {index}")))
         progress(index + 1, conversations)
     wrong: list[dict[str, Any]] = []
     if defects:
@@ -179,26 +155,24 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[dict[str, Any]]:
     def openai(key: str, question: str, said: Any) -> Record:
         return {"id": key, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": said}]}
 
-    def human(name: str, question: str, columns: dict[str, list[str]]) -> Record:
+    def human(name: str, question: str, named: list[str]) -> Record:
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-        return {"id": f"bad-{name}", "conversations": turns, **columns}
+        return {"id": f"bad-{name}", "conversations": turns, "videos" if question == _FILM else "images": named}
 
     narrated = {"id": "bad-role", "messages": [user, {"role": "narrator", "content": answer}]}
     twice = "Two records have one id; both are kept, the later one under another key."
     long = openai("bad-long", "Write a very long story.", story(rng, 30_000)[0])
     cut = '{"id": "bad-json", "messages": [{"role": "us'
+    empty = {"id": "bad-no-turns", "messages": []}
     number = openai("bad-value", "What is this?", 42)
     jsonl, rejected = "openai.jsonl", ("convert", "rejected")
     rows: list[tuple[Any, ...]] = [
-        (f"bad-{name}", "sharegpt.json", *rejected, reason, what, human(name, question, columns))
-        for name, reason, what, question, columns in _WRONG_MEDIA
+        (f"bad-{name}", "sharegpt.json", *rejected, reason, what, human(name, question, named))
+        for name, reason, what, question, named in _WRONG_MEDIA
     ]
     rows += [
         ("bad-role", jsonl, *rejected, "unknown_role", "A turn has an unknown role.", narrated),
-        (
-            *("bad-no-turns", jsonl, *rejected, "empty_conversation", "The list of messages is empty."),
-            {"id": "bad-no-turns", "messages": []},
-        ),
+        ("bad-no-turns", jsonl, *rejected, "empty_conversation", "The list of messages is empty.", empty),
         ("bad-value", jsonl, *rejected, "non_string_value", "A turn contains a number instead of text.", number),
         (None, jsonl, *rejected, "bad_json", "The line is cut off and is not JSON.", cut),
         (twin, jsonl, "convert", "warned", "duplicate_id", twice, openai(twin, *small_talk(rng))),

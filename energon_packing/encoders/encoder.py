@@ -28,14 +28,7 @@ from energon_packing.encoders.measured import Measured, MeasuredPair
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, split
 from energon_packing.encoders.targets import enough_targets, extra_values, spread, target_weight, trained_tokens
-from energon_packing.encoders.tokenized import (
-    Expanded,
-    Placeholders,
-    SpecialTexts,
-    TextTokenizer,
-    TokenizedText,
-    check_reserved,
-)
+from energon_packing.encoders.tokenized import Expanded, Placeholders, SpecialTexts, TextTokenizer, TokenizedText
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import LATER_SETTINGS, PROCESSOR_SETTINGS, MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
@@ -159,7 +152,7 @@ class ConversationEncoder(SampleEncoder):
         ``when_over`` contains ``raise``."""
         self._check_modality(conversation)
         conversation = self._specials(conversation)
-        check_reserved(conversation, self.family.reserved)
+        self._placeholders.check_reserved(conversation)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
         (fitted,) = fit([conversation], self._measure, self._resizer, bounds, self.template.trained_turns)
         return enough_targets(decodable(fitted, self.config), self.config.limits.min_active_ratio)
@@ -192,7 +185,7 @@ class ConversationEncoder(SampleEncoder):
         self._check_modality(conversation)
         answers = self._specials(conversation).answers()
         for answer in answers:
-            check_reserved(answer, self.family.reserved)
+            self._placeholders.check_reserved(answer)
         chosen, rejected = fit(answers, self._measure, self._resizer, Bounds(limits=self.config.limits), None)
         least = self.config.limits.min_active_ratio
         chosen, rejected = enough_targets(decodable(chosen, self.config), least), enough_targets(rejected, least)
@@ -215,17 +208,15 @@ class ConversationEncoder(SampleEncoder):
             kept = beginning(conversation, measured.turns, self.template.trained_turns(conversation))
         rendered = self.template.render(kept)
         chat = self._placeholders.expand(rendered, measured.plans)
-        tokenized = self._tokens(chat.text, add_special_tokens=self._adds_tokens(chat.text))
-        if not np.array_equal(tokenized.ids, measured.token_ids):
+        text = self._tokens(chat.text, add_special_tokens=self._adds_tokens(chat.text))
+        if not np.array_equal(text.ids, measured.token_ids):
             raise PackingError(f"sample {measured.key} has different tokens than when it was measured")
 
         def turn_end(turns: int) -> int | None:
             end = self.template.turn_end(kept, rendered, turns)
             return None if end is None else chat.moved(end)
 
-        pieces = split(
-            measured, fits, at, offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end
-        )
+        pieces = split(measured, fits, at, offsets=text.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end)
         if positions == "continue":
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
             if self.config.position_ids == "mrope":

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -85,6 +85,11 @@ class Measured(OneSegment):
         return ids, weights
 
 
+def _of_both(name: str) -> Any:
+    """A property of a pair: what its answers have under this name, added."""
+    return property(lambda pair: getattr(pair.chosen, name) + getattr(pair.rejected, name))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredPair:
     """A preference pair: two measured answers to the same beginning, packed or dropped together. They are two adjacent
@@ -103,24 +108,6 @@ class MeasuredPair:
         """Tokens of each segment; each segment is aligned separately."""
         return (self.chosen.length, self.rejected.length)
 
-    @property
-    def length(self) -> int:
-        """Tokens of both answers; their common beginning counts twice."""
-        return self.chosen.length + self.rejected.length
-
-    @property
-    def plans(self) -> tuple[MediaPlan, ...]:
-        """Geometry of all media; those of the common beginning appear twice."""
-        return (*self.chosen.plans, *self.rejected.plans)
-
-    @property
-    def patches(self) -> int:
-        return self.chosen.patches + self.rejected.patches
-
-    @property
-    def images(self) -> int:
-        return self.chosen.images + self.rejected.images
-
-    @property
-    def changes(self) -> tuple[tuple[str, str], ...]:
-        return (*self.chosen.changes, *self.rejected.changes)
+    length = _of_both("length")  # tokens; the common beginning counts twice
+    plans = _of_both("plans")  # those of media of the common beginning appear twice
+    patches, images, changes = _of_both("patches"), _of_both("images"), _of_both("changes")

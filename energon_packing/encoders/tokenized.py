@@ -407,18 +407,17 @@ class Placeholders:
         spans += [TrainedSpan(start, end, 0.0) for start, end in media]
         return Expanded("".join(parts), tuple(sorted(spans)), tuple(media), moved)
 
-
-def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
-    """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media
-    (``reserved_token``)."""
-    called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
-    texts = [(f"a {turn.role} turn", f"{turn.thinking or ''}{turn.text}") for turn in conversation.turns]
-    texts += [("a tool call", text) for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
-    texts += [("a tool definition", text) for text in _strings(conversation.tools)]
-    for where, text in texts:
-        for token in tokens:
-            if token in text:
-                raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")
+    def check_reserved(self, conversation: Conversation) -> None:
+        """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media
+        (``reserved_token``)."""
+        called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
+        texts = [(f"a {turn.role} turn", f"{turn.thinking or ''}{turn.text}") for turn in conversation.turns]
+        texts += [("a tool call", text) for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
+        texts += [("a tool definition", text) for text in _strings(conversation.tools)]
+        for where, text in texts:
+            for token in self.family.reserved:
+                if token in text:
+                    raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")
 
 
 def _strings(value: Any) -> Iterator[str]:

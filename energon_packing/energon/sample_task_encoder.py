@@ -41,7 +41,7 @@ from energon_packing.errors import ConfigError, SampleRejected, UserError, refus
 from energon_packing.ledger import Ledger
 from energon_packing.thd.fields import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
-from energon_packing.thd.rows import join_visual_inputs, joined_forms
+from energon_packing.thd.rows import join_visual, joined_forms
 
 UNREAD = ("window", "policy", "balance_window", "dummy_image", "pad_cu_seqlens", "padding", *PACK_LIMITS)
 """Fields of `PackingConfig` that decide which samples share a row; they have no effect here."""
@@ -227,7 +227,7 @@ class MixedTaskEncoder(PackingTaskEncoder):
         ledger.emitted += len(rows)
 
         keys = tuple(sample.__key__ for sample in samples)
-        visual_inputs, _ = join_visual_inputs(keys, rows)
+        visual_inputs, _ = join_visual(keys, rows)
 
         def stacked(name: str, fill: float) -> torch.Tensor:
             return torch.stack([pad(row[name], (0, width - row[name].shape[-1]), value=fill) for row in rows], dim=-2)

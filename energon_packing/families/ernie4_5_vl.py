@@ -48,10 +48,7 @@ class Ernie45VL(Qwen25VL):
     name = "ernie4_5_vl"
     takes_seconds = False
     processor_classes = ("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor")
-    token_fields = (
-        TokenField(name="mm_token_type_ids", dtype=torch.int64),
-        TokenField(name="moe_mm_token_type_ids", dtype=torch.int64),
-    )
+    token_fields = (TokenField(name="mm_token_type_ids"), TokenField(name="moe_mm_token_type_ids"))
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -75,9 +72,8 @@ class Ernie45VL(Qwen25VL):
         if self.videos.draw_on_frames and min(height, width) < SMALLEST_FRAME:
             raise ValueError("font size must be greater than 0, not 0")  # in the words of the font's library
         plan, step = super()._plan_video(media, height, width), self.videos.temporal_patch_size
-        return replace(
-            plan, grid=(plan.grid[0] * step, *plan.grid[1:]), seconds_per_grid=(plan.seconds_per_grid or 0.0) / step
-        )
+        seconds = (plan.seconds_per_grid or 0.0) / step
+        return replace(plan, grid=(plan.grid[0] * step, *plan.grid[1:]), seconds_per_grid=seconds)
 
     def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
         if media.frame_names:

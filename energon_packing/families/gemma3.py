@@ -55,10 +55,8 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
-        return MediaPlan(
-            kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
-        )
+        tiles = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
+        return MediaPlan(kind="image", grid=(tiles, *self._patches), runs=(self.square_tokens,) * tiles, tiles=tiles)
 
     def _crops(self, height: int, width: int) -> int:
         # Ask the processor, with an image that has no storage: its crops are views, whatever the size.

@@ -67,8 +67,6 @@ MOST_PATCHES = {"pixtral": math.isqrt(MASK_BYTES // 2)}
 encoders that mask all patches of a pack against each other, and take its images padded to the largest."""
 
 
-# -- frames ------------------------------------------------------------------------------------------------------------
-
 VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
 """Settings of the choice of frames, for the ``reads`` of families; those that `chosen_frames` reads hold for all."""
 
@@ -140,7 +138,15 @@ def uniform_frames(
     return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+def spread_frames(
+    media: Media, config: EncoderConfig, processor: Any, *, listed: int | None = None, **how: Any
+) -> tuple[int, ...]:
+    """Returns the frames of a video: its `uniform_frames` in a ``processor``, shown at their times (`shown_frames`), or
+    of a list of images at most ``listed`` (`chosen_frames`)."""
+    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
+    chosen = chosen_frames(media, config, lambda: uniform_frames(processor, total, fps, **how), most=listed)
+    return shown_frames(media, config, chosen)[0]
+
 
 MOST_TILES = 4096
 """The maximum number of tiles per image, whatever a processor's file or a configuration says.
@@ -198,9 +204,6 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
             "encoder.max_pixels (or encoder.video_min_pixels and encoder.video_max_pixels)."
         )
     processor.size = type(size)(shortest_edge=low, longest_edge=high)
-
-
-# -- positions ---------------------------------------------------------------------------------------------------------
 
 
 def rope_positions(

@@ -4,11 +4,10 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 
 from energon_packing.config import EncoderConfig
-from energon_packing.families.base import IMAGE, IMAGE_SIZES, VIDEO, VIDEO_SIZES, MediaPlan
-from energon_packing.families.geometry import VIDEO_FRAMES, sampled_frames
+from energon_packing.families.base import IMAGE, VIDEO, MediaPlan
+from energon_packing.families.geometry import sampled_frames
 from energon_packing.families.qwen_vl import TimeSteps
 from energon_packing.thd.fields import TokenField
 
@@ -21,11 +20,8 @@ class Glm4v(TimeSteps):
 
     name = "glm4v"
     processor_classes = ("Glm4vProcessor",)
-    reads = (
-        *(*IMAGE_SIZES, *VIDEO_SIZES, "jpeg_scaled_decoding"),
-        *(name for name in VIDEO_FRAMES if name != "video_min_frames"),
-    )
-    token_fields = (TokenField(name="mm_token_type_ids", dtype=torch.int64),)
+    reads = tuple(name for name in TimeSteps.reads if name != "video_min_frames")
+    token_fields = (TokenField(name="mm_token_type_ids"),)
     shared_placeholder = True
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:

@@ -9,15 +9,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import IMAGE_SIZES, Inputs, MediaPlan, VisionFamily, ask, require
-from energon_packing.families.geometry import (
-    MOST_TILES,
-    VIDEO_FRAMES,
-    check_tiles,
-    chosen_frames,
-    shown_frames,
-    uniform_frames,
-)
+from energon_packing.families.base import IMAGE_SIZES, Inputs, MediaPlan, VisionFamily, ask
+from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, spread_frames
 from energon_packing.families.pixel_forms import image_forms, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
@@ -89,10 +82,8 @@ class InternVL(VisionFamily):
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
-        total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
-        indices = chosen_frames(media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted))
-        shown, _ = shown_frames(media, self.config, indices)
+        shown = spread_frames(media, self.config, self.videos, **wanted)
         return self._tiled("video", len(shown), (self.tile_tokens,) * len(shown), shown)
 
     def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:

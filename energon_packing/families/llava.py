@@ -10,8 +10,8 @@ import torch
 from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
-from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask, require
-from energon_packing.families.geometry import check_pinpoints, chosen_frames, shown_frames, uniform_frames
+from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
+from energon_packing.families.geometry import check_pinpoints, spread_frames
 from energon_packing.families.pixel_forms import RAW, form_of, image_forms
 from energon_packing.thd.pixels import PixelForm
 
@@ -77,11 +77,8 @@ class Llava(VisionFamily):
     def check_area(self, height: int, width: int) -> None:
         """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``, by a ValueError. An image one
         pixel wide becomes huge if it is resized by its short side or padded to a square."""
-        if height * width > self.config.max_source_pixels:
-            raise ValueError(
-                f"resizing makes it {width}x{height} pixels, over encoder.max_source_pixels="
-                f"{self.config.max_source_pixels}"
-            )
+        if height * width > (most := self.config.max_source_pixels):
+            raise ValueError(f"resizing makes it {width}x{height} pixels, over encoder.max_source_pixels={most}")
 
     def replacement(self, plan: MediaPlan) -> str:
         return self.image_token
@@ -127,12 +124,8 @@ class LlavaNext(Llava):
         images = [(plan, tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         if not images:
             return {}
-        made = self.images(
-            images=[[tensor for _, tensor in images]],
-            do_pad=False,
-            input_data_format="channels_first",
-            **(RAW if raw else {}),
-        )
+        form: dict[str, Any] = {"do_pad": False, "input_data_format": "channels_first", **(RAW if raw else {})}
+        made = self.images(images=[[tensor for _, tensor in images]], **form)
         tiles = list(made["pixel_values"])
         self.check_tiles([plan for plan, _ in images], map(len, tiles))
         result = {
@@ -193,18 +186,15 @@ class LlavaOneVision(LlavaNext):
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         if media.kind == "image":
             return super().geometry(media, height, width)
-        total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
-        wanted: dict[str, Any] = {"rate": None, "fewest": 1, "most": self.video_frames}
-        indices = chosen_frames(
-            media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted), most=self.video_frames
-        )
+        most = self.video_frames
+        frames = spread_frames(media, self.config, self.videos, listed=most, rate=None, fewest=1, most=most)
         rows, columns = self.tile_grid
         pooled = -(-rows // 2) * -(-columns // 2)
         return MediaPlan(
             kind="video",
             grid=(self.video_frames, rows, columns),
             runs=(self.video_frames * pooled + 1,),
-            frame_indices=shown_frames(media, self.config, indices)[0],
+            frame_indices=frames,
             tiles=self.video_frames,
         )
 

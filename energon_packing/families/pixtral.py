@@ -44,10 +44,8 @@ class Pixtral(VisionFamily):
         if config.max_pixels is not None:
             edge = math.isqrt(config.max_pixels) // self.side * self.side
             if not edge:
-                raise ConfigError(
-                    f"encoder.max_pixels={config.max_pixels} is smaller than one token of {self.side}x{self.side} "
-                    "pixels."
-                )
+                token = f"one token of {self.side}x{self.side} pixels"
+                raise ConfigError(f"encoder.max_pixels={config.max_pixels} is smaller than {token}.")
             self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:

@@ -377,9 +377,7 @@ class Qwen3VL(TimeSteps):
         """Returns the image's placeholder; for a video, each time step between its tokens, after its timestamp."""
         if plan.kind == "image":
             return self.image_token
-        return "".join(
-            f"<{seconds:.1f} seconds>{self._start}{self.video_token}{self._end}" for seconds in plan.timestamps
-        )
+        return "".join(f"<{at:.1f} seconds>{self._start}{self.video_token}{self._end}" for at in plan.timestamps)
 
 
 class Qwen35VL(Qwen3VL):

@@ -55,9 +55,7 @@ def next_pack(
             return pack
         # Other packs hold more images than this one, so that its limit says nothing of what tokens may stay free.
         texts = np.setdiff1d(np.flatnonzero(shapes[0] == 0), pack).tolist()
-        own = {
-            name: [sum(cost[at] for at in pack), *(cost[at] for at in texts)] for name, cost in (costs or {}).items()
-        }
+        own = {key: [sum(cost[at] for at in pack), *(cost[at] for at in texts)] for key, cost in (costs or {}).items()}
         both = [sum(lengths[at] for at in pack), *(lengths[at] for at in texts)]
         more = next_pack(policy, both, capacity, own, limits, ended=ended)
         return sorted([*pack, *(texts[at - 1] for at in more[1:])])
@@ -175,9 +173,7 @@ def pack_stream[Sample](
             f"pack_stream supports oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it"
         )
     measures = constraints or {}
-    packer: WindowPacker[Sample] = WindowPacker(
-        capacity, window, {name: limit for name, (_, limit) in measures.items()}
-    )
+    packer = WindowPacker[Sample](capacity, window, {name: limit for name, (_, limit) in measures.items()})
 
     def packs() -> Iterator[list[Sample]]:
         for number, sample in enumerate(samples):

@@ -144,10 +144,8 @@ def _made_anew(
     sizes = np.concatenate([np.array([*map(len, shelves)], dtype=np.int64), np.ones_like(texts)])
     starts = np.cumsum(sizes) - sizes
     tokens, *sums = (np.add.reduceat(column[order], starts) for column in columns)
-    costs = {
-        **dict(zip(constraints.costs, sums, strict=True)),
-        "shelves": (np.arange(sizes.size) < len(shelves)).astype(np.int64),
-    }
+    is_shelf = (np.arange(sizes.size) < len(shelves)).astype(np.int64)
+    costs = {**dict(zip(constraints.costs, sums, strict=True)), "shelves": is_shelf}
     packs = pack_limited(tokens, room, Constraints(costs=costs, limits={**constraints.limits, "shelves": 1}))
     chosen, sizes = starts[packs.order], sizes[packs.order]
     stops = np.cumsum(sizes)

@@ -28,14 +28,7 @@ import torch
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import BRIDGE_KEYS, IGNORE_INDEX, TokenField
-from energon_packing.thd.rows import (
-    ROW_FIELDS,
-    join_extra,
-    join_visual_inputs,
-    joined_forms,
-    row_arrays,
-    verify_targets,
-)
+from energon_packing.thd.rows import ROW_FIELDS, join_extra, join_visual, joined_forms, row_arrays, verify_targets
 
 
 def hides_padding(lengths: Sequence[int], multiple: int) -> bool:
@@ -177,7 +170,7 @@ def assemble(
     if tail:
         real[-1], places[-1] = real[-2] + tail, width
     position_starts = tuple(int(row.get("position_start") or 0) for row in rows)
-    visual_inputs, visual_counts = join_visual_inputs(keys, rows)
+    visual_inputs, visual_counts = join_visual(keys, rows)
     return PackedBatch(
         tokens=torch.from_numpy(tokens)[None],
         labels=torch.from_numpy(labels)[None],

@@ -340,13 +340,8 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     real, padded = repeat_last(batch.cu_seqlens), batch.cu_seqlens_padded
     if padded is not None:
         padded = repeat_last(padded) if batch.pad_between_seqs else real  # one tensor stays one
-    return replace(
-        batch,
-        cu_seqlens=real,
-        cu_seqlens_padded=padded,
-        max_seqlen=batch.max_seqlen if max_seqlen is None else max_seqlen,
-        boundary_padding=spare,
-    )
+    longest = batch.max_seqlen if max_seqlen is None else max_seqlen
+    return replace(batch, cu_seqlens=real, cu_seqlens_padded=padded, max_seqlen=longest, boundary_padding=spare)
 
 
 def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:

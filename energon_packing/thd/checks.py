@@ -145,11 +145,9 @@ def _are(values: Any, kind: type) -> bool:
 
 
 def _shapes(batch: PackedBatch) -> Iterator[str]:
-    if not 0 <= batch.cp_rank < batch.cp_size or batch.total_tokens % batch.cp_size:
-        yield (
-            f"context_parallel: rank {batch.cp_rank} of {batch.cp_size} for a row of {batch.total_tokens} tokens, "
-            "which must divide evenly"
-        )
+    rank, size, total = batch.cp_rank, batch.cp_size, batch.total_tokens
+    if not 0 <= rank < size or total % size:
+        yield f"context_parallel: rank {rank} of {size} for a row of {total} tokens, which must divide evenly"
         return
     row = list(batch.tokens.shape)
     for name, tensor in batch.token_tensors.items():
@@ -192,12 +190,9 @@ def _boundaries(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, coun
     if excess.max() > 0:
         segment = int(excess.argmax())
         yield f"real_within_physical: segment {segment} is {excess[segment]} tokens longer than its place"
-    row = batch.tokens.shape[1] * batch.cp_size
-    if not physical[count] == batch.total_tokens == row:
-        yield (
-            f"covers_row: the last boundary is {physical[count]}, total_tokens {batch.total_tokens}, the row has {row}"
-            " tokens"
-        )
+    total, row = batch.total_tokens, batch.tokens.shape[1] * batch.cp_size
+    if not physical[count] == total == row:
+        yield f"covers_row: the last boundary is {physical[count]}, total_tokens {total}, the row has {row} tokens"
 
 
 def _places(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, multiple: int) -> Iterator[str]:
@@ -213,10 +208,8 @@ def _places(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, multiple
         yield f"max_seqlen: it is {batch.max_seqlen}, the longest physical segment has {longest} tokens"
     # As Transformer Engine 2.2 to 2.17.1 compares the two; a row that looks unpadded to it must be unpadded.
     if real[-1] != physical[-1] and (real[:-1] == physical[:-1]).all():
-        yield (
-            f"padding_is_visible: only the last segment is padded, {real[-1] - real[-2]} tokens in a place of "
-            f"{physical[-1] - physical[-2]}"
-        )
+        own, place = real[-1] - real[-2], physical[-1] - physical[-2]
+        yield f"padding_is_visible: only the last segment is padded, {own} tokens in a place of {place}"
 
 
 def _samples(batch: PackedBatch, real: np.ndarray, multiple: int) -> Iterator[str]:
@@ -257,11 +250,8 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
 
     ends = (starts + own - 1)[: batch.num_samples]
     if (segment := _first((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))) is not None:
-        at = int(ends[segment])
-        yield (
-            f"segment_end: sample {batch.sample_keys[segment]} ends at {at} with label {labels[at]} and weight "
-            f"{loss_mask[at]:g}"
-        )
+        at, key = int(ends[segment]), batch.sample_keys[segment]
+        yield f"segment_end: sample {key} ends at {at} with label {labels[at]} and weight {loss_mask[at]:g}"
 
     if not (loss_mask.min() >= 0 and loss_mask.max() < np.inf):
         at = _first(~((loss_mask >= 0) & (loss_mask < np.inf)))

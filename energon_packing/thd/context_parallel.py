@@ -83,9 +83,8 @@ def reassemble(slices: Sequence[PackedBatch]) -> PackedBatch:
     ):
         ranks = [(part.cp_rank, part.cp_size) for part in slices]
         raise PackingError(f"one slice of one batch is needed for each of {first.cp_size} ranks, not {ranks}")
-    whole = {
-        name: tensor.new_empty((*tensor.shape[:-1], first.total_tokens)) for name, tensor in first.token_tensors.items()
-    }
+    tensors, total = first.token_tensors, first.total_tokens
+    whole = {name: tensor.new_empty((*tensor.shape[:-1], total)) for name, tensor in tensors.items()}
     for part in slices:
         indices = context_parallel_indices(part.boundaries, part.cp_size, part.cp_rank).to(part.tokens.device)
         for name, tensor in part.token_tensors.items():

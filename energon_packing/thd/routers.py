@@ -95,16 +95,14 @@ def _balance(name: str, router: Any, *given: Any, **keywords: Any) -> Any:
         router.config = config
 
 
-def _apply_expert_bias(
-    router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any
-) -> Any:
+def _apply_expert_bias(router: Any, routing_map: torch.Tensor, padding_mask: Any = None, **more: Any) -> Any:
     if padding_mask is not None and router.enable_expert_bias:
         routing_map = routing_map & ~padding_mask.reshape(-1, 1)
     return type(router)._apply_expert_bias(router, routing_map, **more)
 
 
 def _attach_by_the_rows_count(
-    router: Any, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, *rest: Any, **keywords: Any
+    router: Any, activation: torch.Tensor, coefficient: float, aux_loss: torch.Tensor, *rest: Any, **keywords: Any
 ) -> Any:
     mask = getattr(router, _REPAIRED)
     if mask is not None:
@@ -114,9 +112,7 @@ def _attach_by_the_rows_count(
         if router.calculate_per_token_loss:
             keywords["valid_token_count"] = count / group.size()
         aux_loss = torch.nan_to_num(aux_loss)  # see `_apply_aux_loss`
-    return type(router).attach_and_log_load_balancing_loss(
-        router, activation, aux_loss_coeff, aux_loss, *rest, **keywords
-    )
+    return type(router).attach_and_log_load_balancing_loss(router, activation, coefficient, aux_loss, *rest, **keywords)
 
 
 _ON_PARAMS = "energon_packing_padding_mask"

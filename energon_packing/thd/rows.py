@@ -124,13 +124,10 @@ def verify_targets(
     if wrong.any():
         at = int((impossible if impossible.any() else wrong).argmax())
         index = int(np.searchsorted(starts, at, side="right")) - 1
+        key, token = keys[index], at - starts[index]
         if impossible[at]:
-            raise PackingError(
-                f"sample {keys[index]}: loss_mask holds {loss_mask[at]!r}; weights are finite and not negative"
-            )
-        raise PackingError(
-            f"sample {keys[index]}: token {at - starts[index]} has weight {loss_mask[at]:g} but label {labels[at]}"
-        )
+            raise PackingError(f"sample {key}: loss_mask holds {loss_mask[at]!r}; weights are finite and not negative")
+        raise PackingError(f"sample {key}: token {token} has weight {loss_mask[at]:g} but label {labels[at]}")
 
 
 def join_extra(
@@ -141,10 +138,8 @@ def join_extra(
     the first sample decides about the dtype. Raises PackingError: a sample has a field in another dtype; types of
     tokens would silently become fractions."""
     joined: dict[str, torch.Tensor] = {}
-    for name, value in fields.items():
-        field = (
-            value if isinstance(value, TokenField) else TokenField(name=name, dtype=arrays[0][name].dtype, pad=value)
-        )
+    for name, pad in fields.items():
+        field = pad if isinstance(pad, TokenField) else TokenField(name=name, dtype=arrays[0][name].dtype, pad=pad)
         out = field.filled(width)
         for key, row, start in zip(keys, arrays, starts[:-1].tolist(), strict=True):
             if row[name].dtype != field.dtype:
@@ -154,7 +149,7 @@ def join_extra(
     return joined
 
 
-def join_visual_inputs(
+def join_visual(
     keys: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor] | None, dict[str, tuple[int, ...]]]:
     """The samples' visual inputs, joined along their first axis in the order of the samples, by name, or None if no

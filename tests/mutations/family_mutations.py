@@ -112,7 +112,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/gemma3.py",
-                "runs=(self.square_tokens,) * squares",
+                "runs=(self.square_tokens,) * tiles",
                 "runs=(self.square_tokens,)",
             ),
         ),

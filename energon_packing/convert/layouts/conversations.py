@@ -17,7 +17,7 @@ from typing import Any
 
 from energon_packing.convert.fields import says_nothing
 from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, filled, has_turns, without
-from energon_packing.convert.turns import parse_function_call_text
+from energon_packing.convert.turns import parse_call_text
 from energon_packing.errors import SampleRejected
 
 _PAIR = ("chosen_messages", "rejected_messages")
@@ -67,7 +67,7 @@ def _message(message: Any, number: int) -> Any:
         elif kind == "reasoning":
             thoughts.append(value)
         elif kind == "tool_call":
-            calls += parse_function_call_text(value, set())
+            calls += parse_call_text(value, set())
         elif isinstance(kind, str) and kind in _MEDIA:
             parts.append({"type": _MEDIA[kind], _MEDIA[kind]: value, **rest})
         else:

@@ -115,11 +115,8 @@ def _spread(units: np.ndarray, capacity: int, constraints: Constraints, times: i
     """Steps 1 to 4; ``times``: how often what did not fit may be packed anew."""
     columns = np.stack([units, *constraints.costs.values()], axis=1)
     bounds = np.array([capacity, *(constraints.limits[name] for name in constraints.costs)])
-    packs = _Packs(
-        columns=columns,
-        free=np.tile(bounds, (lower_bound(units, capacity, constraints), 1)),
-        pack=np.full(units.size, -1, dtype=np.int64),
-    )
+    free = np.tile(bounds, (lower_bound(units, capacity, constraints), 1))
+    packs = _Packs(columns=columns, free=free, pack=np.full(units.size, -1, dtype=np.int64))
     fillers = _place(packs, columns / np.maximum(bounds, 1))
     packs.pack[fillers] = best_fit_into(units[fillers], capacity, packs.free[:, 0])
     again = _unfit(packs, bounds, company=times > 0)

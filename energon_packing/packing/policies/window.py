@@ -421,11 +421,8 @@ class WindowPacker[Key]:
 
     def state(self) -> dict[str, Any]:
         """The state for `load_state`: keys, lengths and costs as plain lists, oldest first."""
-        return {
-            "keys": list(self._keys),
-            "lengths": list(self._lengths),
-            "costs": {name: list(column) for name, column in self._costs.items()},
-        }
+        costs = {name: list(column) for name, column in self._costs.items()}
+        return {"keys": list(self._keys), "lengths": list(self._lengths), "costs": costs}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Replaces the samples held with those that `state` returned; a PackingError if they were held under other

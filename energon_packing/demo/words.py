@@ -1,4 +1,4 @@
-"""The words of the demo: who and what its conversations talk about. `conversations` makes sentences of them.
+"""The words of the demo: who and what its conversations talk about. `generate` makes sentences of them.
 
 The demo's tokenizer knows these words, and more; its text was made from longer lists.
 """

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def write_text(path: Path, records: int, *, short: bool = False) -> None:
     """Writes conversations without media as JSON Lines, in both layouts by turns."""
-    from energon_packing.demo.conversations import openai_record, sharegpt_record, write_draft
+    from energon_packing.demo.generate import openai_record, sharegpt_record, write_draft
 
     found = []
     for number in range(min(_DISTINCT, records)):

@@ -422,7 +422,6 @@ def _thought_too_late(conversation: Conversation, structure: Structure) -> list[
 
 
 def _says(turn: Turn) -> bool:
-    """Whether a turn has a word, an image or a video."""
     return bool(turn.text.strip()) or any(isinstance(part, MediaPart) for part in turn.parts)
 
 

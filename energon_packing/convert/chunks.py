@@ -210,7 +210,6 @@ def hub_blobs(root: Path) -> Path | None:
 
 
 def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
-    """`_found` for an address."""
     address = shown(source)
     with said_of_system(f"{address} cannot be read"):
         if (file := status(address)) is not None:
@@ -313,7 +312,6 @@ def _has_records(path: Path) -> bool:
 
 
 def _is_hidden(path: Path, root: Path = Path()) -> bool:
-    """Whether a part of a path below a directory is hidden."""
     return path.is_relative_to(root) and any(part.startswith(".") for part in path.relative_to(root).parts)
 
 

@@ -117,7 +117,6 @@ def spool_file(scratch: Path, number: int) -> Path:
 
 
 def _opened_at(path: Path, place: int) -> BinaryIO:
-    """A file to write to from a place on, whatever other pieces it has."""
     stream = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=_BUFFER)
     stream.seek(place)
     return stream
@@ -308,11 +307,9 @@ class _Tars:
         return self._piece, index
 
     def samples_in_tar(self) -> int:
-        """Returns the samples in the open tar; 0 if none is open."""
         return 0 if self._piece is None else self.counts[self._piece.name]
 
     def full_piece(self) -> Pieces:
-        """Yields the open piece if it is large."""
         piece = self._piece
         if piece is not None and (piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES):
             first = piece.first + len(piece.offsets)
@@ -320,7 +317,6 @@ class _Tars:
             yield self._directory, piece
 
     def close(self) -> Pieces:
-        """Yields the last piece of the open tar, if there is one."""
         if self._piece is not None:
             self._piece.last = True
             yield self._directory, self._piece
@@ -379,7 +375,6 @@ class SampleStore:
     def _put(
         self, tars: _Tars, index: IndexWriter, key: str, files: Sequence[StoredFile], record: RecordPlace | None = None
     ) -> Pieces:
-        """Adds a sample: its record, if it has one, and its files."""
         piece, number = tars.sample()
         start = piece.end
         if record is not None:

@@ -170,7 +170,6 @@ def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
 
 
 def _suffix(key: str, member: MemberBytes) -> str:
-    """What follows the name of the sample and the first dot, lower case."""
     return member.name[len(key) + 1 :].lower()
 
 

@@ -289,7 +289,6 @@ def holds(parts: tuple[Part, ...]) -> bool:
 
 
 def _plain_text(content: Any) -> str:
-    """The text of a content that is not parsed yet."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

@@ -119,7 +119,6 @@ class Draft:
         )
 
     def exchange(self, question: str, answer: str) -> None:
-        """Adds a question and its answer."""
         self.sayings += (("user", question), ("assistant", answer))
 
 
@@ -270,7 +269,6 @@ def _long_text(rng: Random, draft: Draft, tokens: float) -> None:
 
 
 def draw_use(rng: Random) -> Use:
-    """A random use of one of `TOOLS`."""
     town, day, weather = rng.choice(words.TOWNS), rng.choice(words.WEEKDAYS), rng.choice(words.WEATHER)
     goods, count, other = rng.choice(words.GOODS), rng.randint(2, 90), rng.randint(1, 30)
     return rng.choice(

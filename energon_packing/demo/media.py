@@ -53,7 +53,6 @@ class Picture:
         return cls(background, not grey and rng.random() < 0.4, figures, caption)
 
     def description(self) -> str:
-        """A full description in sentences."""
         ground = f"{a(self.background)} background" + (" that fades to a darker shade" if self.gradient else "")
         named = [f"{a(each.colour)} {each.shape} at the {words.PLACES[each.place]}" for each in self.figures]
         below = f' Below it says "{self.caption}".' if self.caption else ""
@@ -117,12 +116,10 @@ class Clip:
 
     @classmethod
     def draw(cls, rng: Random) -> Self:
-        """A random clip."""
         background, colour = rng.sample(sorted(words.COLOURS), 2)
         return cls(background, rng.choice(list(words.SHAPES)), colour, rng.choice(sorted(words.DIRECTIONS)))
 
     def description(self) -> str:
-        """A full description in one sentence."""
         what = f"{a(self.colour)} {self.shape}"
         return f"The video shows {what} that moves {self.direction} over {a(self.background)} background."
 

@@ -211,7 +211,6 @@ def _no_text(why: str) -> ConfigError:
 
 
 def _each(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every string in it changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -421,7 +420,6 @@ class Placeholders:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yields all strings in nested JSON values, including keys."""
     pending = [value]
     while pending:
         entry = pending.pop()

@@ -82,7 +82,6 @@ def _message(message: Any, number: int) -> Any:
 
 
 def _is_qwen_vl(record: Mapping[str, Any]) -> bool:
-    """Whether the text of a turn names an image in tags."""
     return any("<img>" in text and _IMAGE.search(text) for text in _texts(record))
 
 

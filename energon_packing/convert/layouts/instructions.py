@@ -21,13 +21,11 @@ _OTHERS = ("instruction", "query", "prompt", *ANSWER_COLUMNS)
 
 
 def _text(record: Mapping[str, Any], column: str) -> str:
-    """A column of text; empty if it is missing or null."""
     value = "" if record.get(column) is None else record[column]
     return expect(value, str, "non_string_value", f"the column {column!r} is", "text")
 
 
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The earlier turns: a list of ``[question, answer]``."""
     value = record.get("history")
     if says_nothing(value):
         return []

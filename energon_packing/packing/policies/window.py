@@ -87,7 +87,6 @@ def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) ->
 
 
 def _least_left(reach: int) -> int:
-    """The least room that a set of reachable sums leaves."""
     return (reach & -reach).bit_length() - 1
 
 
@@ -150,7 +149,6 @@ def fill_two(
 
 
 def _repeated(bits: int, stride: int, times: int) -> int:
-    """`bits` so many times, `stride` apart."""
     done = 1
     while done < times:
         more = min(done, times - done)
@@ -219,7 +217,6 @@ class _Fit:
     most: int
 
     def free(self, chosen: Iterable[int]) -> list[float]:
-        """What a pack leaves of each resource."""
         pairs = zip(self.columns, self.bounds, strict=True)
         return [bound - sum(column[position] for position in chosen) for column, bound in pairs]
 

@@ -338,13 +338,9 @@ class Conversation:
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form that is stored in the data set; `from_record` reads it back unchanged."""
-        parts = {
-            "turns": [turn.to_record() for turn in self.turns],
-            "chosen": [turn.to_record() for turn in self.chosen],
-            "rejected": [turn.to_record() for turn in self.rejected],
-            "extras": _plain(self.extras),
-            "media": [media.to_record() for media in self.media],
-        }
+        spoken = {"turns": self.turns, "chosen": self.chosen, "rejected": self.rejected}
+        parts: dict[str, Any] = {name: [turn.to_record() for turn in turns] for name, turns in spoken.items()}
+        parts |= {"extras": _plain(self.extras), "media": [media.to_record() for media in self.media]}
         tools = {} if self.tools is None else {"tools": [dict(tool) for tool in self.tools]}
         source = {} if self.source_id is None else {"id": self.source_id}
         return {"version": RECORD_VERSION, **source, **{name: part for name, part in parts.items() if part}, **tools}
@@ -360,8 +356,7 @@ class Conversation:
         return cls(
             key=key,
             turns=_read_turns(record, "turns"),
-            chosen=_read_turns(record, "chosen", "chosen ") if "chosen" in record else (),
-            rejected=_read_turns(record, "rejected", "rejected ") if "rejected" in record else (),
+            **{name: _read_turns(record, name, f"{name} ") for name in ("chosen", "rejected") if name in record},
             media=tuple(media_of(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True)),
             tools=None if record.get("tools") is None else _mappings(record, "tools", "the record"),
             extras=read_extras(record.get("extras", {})),

@@ -207,6 +207,7 @@ class ConvertConfig:
         reserved = {"", "extras", PREFERENCE, *RECORD_COLUMNS}
         positive = ("samples_per_shard", "media_shard_bytes", "max_pixels", "max_media_bytes", "max_record_bytes")
         rejects, apart = self.max_rejects, len(set(self.extra_columns)) == len(self.extra_columns)
+        is_limit = 0.0 <= rejects <= 1.0 or (rejects > 1.0 and rejects % 1 == 0.0)
         checks = (
             ("sources", self.sources, "name at least one file or directory of conversations"),
             *(
@@ -221,16 +222,8 @@ class ConvertConfig:
                 apart and reserved.isdisjoint(self.extra_columns),
                 "name each column of extra values once, and no column that convert reads for something else",
             ),
-            (
-                "max_rejects",
-                0.0 <= rejects <= 1.0 or (rejects > 1.0 and rejects % 1 == 0.0),
-                "it must be a share between 0 and 1, or a number of records",
-            ),
-            (
-                "kto_label",
-                self.kto_label is None or self.kto_label not in {"", *RECORD_COLUMNS},
-                "name the column of labels, such as 'label'",
-            ),
+            ("max_rejects", is_limit, "it must be a share between 0 and 1, or a number of records"),
+            ("kto_label", self.kto_label not in {"", *RECORD_COLUMNS}, "name the column of labels, such as 'label'"),
         )
         for name, right, fix in checks:
             if not right:

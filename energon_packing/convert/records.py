@@ -227,13 +227,9 @@ def parse_record(
     kto_label: str | None = None,
     missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
-    """Reads one record. Raises SampleRejected: with most reasons of docs/convert.md, those of files aside.
-
-    Args:
-        value: the parsed JSON.
-        layout: the name of one rejects all others; ``auto`` detects it. It and the others as in
-            `energon_packing.convert.config.ConvertConfig`.
-    """
+    """Reads one record, the parsed JSON. The name of a ``layout`` rejects all others; ``auto`` detects it. It and the
+    other options are those of `energon_packing.convert.config.ConvertConfig`. Raises SampleRejected: with most of the
+    reasons that docs/convert.md lists, those of files aside."""
     expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
     if column_map:

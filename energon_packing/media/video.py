@@ -143,12 +143,8 @@ def _run(times: Sequence[int], needed: Set[int], start: int, stop: int, wanted: 
 
 
 class FrameStack:
-    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`.
-
-    Attributes:
-        wanted: the numbers without repetition, ascending.
-        missing: how many of them were not taken yet.
-    """
+    """Takes decoded frames and keeps the pixels of the wanted ones; arguments as for `decode_frames`. ``wanted`` are
+    their numbers without repetition, ascending, of which as many as ``missing`` says were not taken yet."""
 
     def __init__(self, indices: Sequence[int], max_pixels: int, max_bytes: int | None) -> None:
         import av.video.reformatter

@@ -151,13 +151,10 @@ class PackedBatch:
 
     def with_pixels_on(self, device: torch.device | str) -> "PackedBatch":
         """The same batch with its bytes of pixels moved to ``device``, and nothing else: the host reads their sizes."""
-        if not self.pixel_forms or self.visual_inputs is None:
+        if not self.pixel_forms or (visual := self.visual_inputs) is None:
             return self
-        moved = {
-            name: tensor.to(device, non_blocking=True) if name in self.pixel_forms else tensor
-            for name, tensor in self.visual_inputs.items()
-        }
-        return replace(self, visual_inputs=moved)
+        moved = {name: visual[name].to(device, non_blocking=True) for name in self.pixel_forms if name in visual}
+        return replace(self, visual_inputs={**visual, **moved})
 
     def without_pixels(self) -> "PackedBatch":
         """The same batch without what only the vision encoder reads, by far its largest part; for later stages."""

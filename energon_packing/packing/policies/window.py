@@ -53,16 +53,11 @@ LOOSE, UNIT_PARTS, LEVEL_PARTS, LOOSE_LEVELS = 0.02, 512, 64, 1024
 
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
-    """The first exact fit of ``room`` in the order of ``positions``, or the fullest subset if there is none; positions
-    in no particular order.
+    """The first exact fit of ``room``, or the fullest subset if there is none; positions in no particular order.
 
-    Samples are added in the given order until some subset fills the room exactly. Among the subsets with the best sum,
-    the one that needs the shortest prefix of ``positions`` wins.
-
-    Args:
-        lengths: tokens of each sample, positive, indexed by position.
-        positions: which samples may be taken, in order of preference; samples longer than the room are skipped.
-    """
+    Samples, of positive ``lengths``, are added in the order of ``positions`` until some subset fills the room exactly;
+    those longer than the room are skipped. Among the subsets with the best sum, the one that needs the shortest prefix
+    of ``positions`` wins."""
     reach = 1 << room
     history = [reach]
     offered: list[int] = []

@@ -10,7 +10,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.encoders.fitting import Resizer
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.media.image import decode_image, decode_scaled_image, is_plain

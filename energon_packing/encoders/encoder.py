@@ -24,8 +24,7 @@ from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import HasMedia, MediaToDecode, decodable, visual_inputs
 from energon_packing.encoders.fitting import Bounds, Resizer, Settings, beginning, fit
 from energon_packing.encoders.joinable_rows import PADDED_MEDIA, SHARED_PLACEHOLDER
-from energon_packing.encoders.measured import Measured, MeasuredPair
-from energon_packing.encoders.sample_encoder import SampleEncoder
+from energon_packing.encoders.sample_encoder import Measured, MeasuredPair, SampleEncoder
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, split
 from energon_packing.encoders.targets import enough_targets, extra_values, spread, target_weight, trained_tokens
 from energon_packing.encoders.tokenized import Expanded, Placeholders, SpecialTexts, TextTokenizer, TokenizedText

@@ -18,7 +18,7 @@ from typing import Any
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import PREFERENCE, Conversation, Media, MediaKind, MediaPart
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from energon_packing.config import SplitAt
 from energon_packing.conversation import Turn
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.errors import SampleRejected
 
 Fits = Callable[[int, int, int, int, int], bool]

@@ -19,7 +19,7 @@ import torch
 from energon_packing.chat.thinking import TrainedSpan
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import PREFERENCE, Conversation
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.encoders.tokenized import TokenizedText
 from energon_packing.errors import SampleRejected
 

@@ -25,8 +25,7 @@ from energon_packing.config.run import AUTO_PADDING, Padding
 from energon_packing.conversation import Conversation, Media
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
+from energon_packing.encoders.sample_encoder import AnyMeasured, Measured, SampleEncoder
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits, lowered

@@ -69,7 +69,7 @@ class Conversations(SampleKind):
         )
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
-        from energon_packing.encoders.measured import Measured, MeasuredPair
+        from energon_packing.encoders.sample_encoder import Measured, MeasuredPair
         from energon_packing.offline.index import COLUMNS, SHAPE
 
         if measured is None:

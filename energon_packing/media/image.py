@@ -13,8 +13,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from energon_packing.errors import SampleRejected, is_machines
 from energon_packing.media import check_decoded_bytes
-from energon_packing.media.depth import grey_range, to_rgb
-from energon_packing.media.probe import JPEG_SCAN, jpeg_segments, known_formats, pillow_pixel_limit
+from energon_packing.media.probe import JPEG_SCAN, grey_range, jpeg_segments, known_formats, pillow_pixel_limit, to_rgb
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
@@ -69,7 +68,7 @@ def decode_scaled_image(
 
 def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
     """Decodes an encoded image. EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an
-    animation, the first frame is decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.depth`
+    animation, the first frame is decoded. Every mode becomes RGB, deep grey ones as `energon_packing.media.probe`
     describes. Returns uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for
     resizing. Raises SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large``
     above a limit, ``unsupported_depth`` for samples without a defined black and white.

@@ -25,7 +25,7 @@ from energon_packing.encoders.decoding import MediaToDecode as StoredMedia
 from energon_packing.encoders.decoding import as_configured
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
 from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError

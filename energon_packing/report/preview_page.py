@@ -19,7 +19,7 @@ from PIL import Image
 
 from energon_packing.config import EncoderConfig, RunConfig
 from energon_packing.conversation import Media
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
 from energon_packing.energon.task_encoder import PackingTaskEncoder

@@ -19,7 +19,7 @@ from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.errors import SampleRejected
 
 BY_NAME = ("llava_onevision_1_5", "qwen3_5_vl", "huggingface")

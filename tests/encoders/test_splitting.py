@@ -15,7 +15,7 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders import encoder as encoder_module
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import SampleRejected
 from energon_packing.packing.constraints import PackLimits, Size

@@ -31,7 +31,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle=SAMPLES,
         edits=(
             (
-                "media/depth.py",
+                "media/probe.py",
                 "        white = 65535.0\n",
                 "        white = 0.0\n",
             ),
@@ -42,21 +42,21 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="twelve bits of a TIFF are taken for sixteen",
         test=DEPTH + "test_twelve_bits_of_a_tiff_are_not_taken_for_sixteen",
         oracle=SAMPLES,
-        edits=(("media/depth.py", "int(tags.get(_BITS_PER_SAMPLE, (16,))[0])", "16"),),
+        edits=(("media/probe.py", "int(tags.get(_BITS_PER_SAMPLE, (16,))[0])", "16"),),
     ),
     Mutation(
         trap=37,
         name="a float image is clipped to black",
         test=DEPTH + "test_floats_from_0_to_1_are_black_to_white",
         oracle=SAMPLES,
-        edits=(("media/depth.py", '{"F": 1.0, "I": None}', '{"F": 0.0, "I": None}'),),
+        edits=(("media/probe.py", '{"F": 1.0, "I": None}', '{"F": 0.0, "I": None}'),),
     ),
     Mutation(
         trap=37,
         name="32-bit integers pass as white",
         test=DEPTH + "test_integers_without_a_defined_white_are_refused_from_the_header",
         oracle="TIFF 6.0",
-        edits=(("media/depth.py", '"I": None}', '"I": 0.0}'),),
+        edits=(("media/probe.py", '"I": None}', '"I": 0.0}'),),
     ),
     Mutation(
         trap=37,

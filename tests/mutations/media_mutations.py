@@ -394,7 +394,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="the alpha channel is dropped",
         test=PIXELS + "test_a_transparent_image_is_shown_on_white_or_as_the_transformers_loader_gives_it[rgba png]",
         oracle="Pillow's alpha_composite over white",
-        edits=(("media/depth.py", "    elif on_white and image.has_transparency_data:", "    elif False:"),),
+        edits=(("media/probe.py", "    elif on_white and image.has_transparency_data:", "    elif False:"),),
     ),
     Mutation(
         trap=76,

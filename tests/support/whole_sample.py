@@ -8,7 +8,7 @@ import torch
 
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.llava import LlavaOneVision

@@ -73,11 +73,8 @@ class Media:
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form, without fields that are None or empty."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name in MEDIA_FIELDS
-            if (value := getattr(self, name)) is not None and value != ()
-        }
+        stated = {name: value for name in MEDIA_FIELDS if (value := getattr(self, name)) is not None and value != ()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,11 +121,9 @@ class AnswerSearch(NamedTuple):
             return frame.rindex(opening) + len(opening)
         prompt = _behind(asked, self.layout.order[first - 1] if first else None)
         if prompt is None:
-            raise SampleRejected(
-                "unstable_prefix",
-                f"the chat template renders the turns before turn {turn + 1} differently on their own; mark the "
-                "answers in it with {% generation %} and name the file in encoder.chat_template",
-            )
+            what = f"the chat template renders the turns before turn {turn + 1} differently on their own"
+            fix = "mark the answers in it with {% generation %} and name the file in encoder.chat_template"
+            raise SampleRejected("unstable_prefix", f"{what}; {fix}")
         header = common_prefix(prompt, frame)
         header = min(self.stops.whole(prompt, header), self.stops.whole(frame, header))
         # The generation prompt may open the thinking while history does not; thinking belongs to the answer.
@@ -137,11 +135,9 @@ class AnswerSearch(NamedTuple):
         # A special token that opens the text is a header if the template has no generation prompt.
         headless = self.layout.pieces[self.layout.order[first]].kind == "text" and self.stops.opening(frame[header:])
         if headless and self.render(self.messages[:turn], False) == asked:
-            raise SampleRejected(
-                "unstable_prefix",
-                "the chat template writes no generation prompt, so an answer's header would be trained too; make it "
-                "write one for add_generation_prompt, or mark the answers with {% generation %}",
-            )
+            what = "the chat template writes no generation prompt, so an answer's header would be trained too"
+            fix = "make it write one for add_generation_prompt, or mark the answers with {% generation %}"
+            raise SampleRejected("unstable_prefix", f"{what}; {fix}")
         return header
 
     def _own_header(self, turn: int) -> str:
@@ -268,11 +264,8 @@ class TemplateReader:
         ConfigError: the template is not valid Jinja."""
         first = conversation.turns[0]
         if first.role == "system" and not _says(first) and self._renderer.hides_empty_system:
-            raise SampleRejected(
-                "template_omits",
-                "the chat template writes its default prompt in place of the empty system turn; remove that turn, or "
-                "use another encoder.chat_template",
-            )
+            what = "the chat template writes its default prompt in place of the empty system turn"
+            raise SampleRejected("template_omits", f"{what}; remove that turn, or use another encoder.chat_template")
         self._check_order_of_silence(conversation)
         failure: SampleRejected | None = None
         with_calls = any(turn.tool_calls for turn in conversation.turns) or bool(conversation.tools)
@@ -440,11 +433,8 @@ def _check_unmarked(
             function = call.get("function") or call
             missing += [word for word in _words([function.get("name"), function.get("arguments")]) if word not in shown]
         if missing:
-            raise SampleRejected(
-                "template_omits",
-                f"the chat template leaves out {missing[0]!r} of turn {number + 1} ({turn.role}); use another "
-                "encoder.chat_template",
-            )
+            what = f"{missing[0]!r} of turn {number + 1} ({turn.role}); use another encoder.chat_template"
+            raise SampleRejected("template_omits", f"the chat template leaves out {what}")
 
 
 def _words(value: Any) -> list[str]:

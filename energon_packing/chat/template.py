@@ -72,10 +72,8 @@ class ChatTemplate:
                 "with into a Jinja file and name it with encoder.chat_template."
             )
         if not isinstance(source, str) or not source:
-            raise ConfigError(
-                "The processor has no chat template; name a Jinja file with encoder.chat_template, "
-                "or use a processor that ships one."
-            )
+            fix = "name a Jinja file with encoder.chat_template, or use a processor that ships one."
+            raise ConfigError(f"The processor has no chat template; {fix}")
         self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)

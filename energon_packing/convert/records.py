@@ -303,11 +303,8 @@ def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS)
         raise SampleRejected("bad_record", f"the Conversation cannot be written as JSON: {error}") from error
     # What Python lets pass, such as a number in place of a text, the reader of stored records does not.
     checked = Conversation.from_record(made.key, {**record, **({"media": media} if media else {})})
-    turns, *answers = (
-        [replace(turn, parts=joined(list(turn.parts))) for turn in part]
-        for part in (checked.turns, checked.chosen, checked.rejected)
-        if part
-    )
+    parts = filter(None, (checked.turns, checked.chosen, checked.rejected))
+    turns, *answers = ([replace(turn, parts=joined(list(turn.parts))) for turn in part] for part in parts)
     for number, turn in enumerate(each for part in (turns, *answers) for each in part):
         if turn.role != "system" and not turn.tool_calls and not holds(turn.parts):
             raise SampleRejected("empty_turn", f"turn {number} ({turn.role}) is empty")

@@ -222,10 +222,8 @@ class VisionFamily(ABC):
         for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
             if (token_id := vocabulary().get(token)) is not None:
                 return int(token_id)
-        raise ConfigError(
-            f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
-            f"{self.name} needs; use the processor that belongs to the model."
-        )
+        fix = f"which the family {self.name} needs; use the processor that belongs to the model."
+        raise ConfigError(f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, {fix}")
 
 
 def ask(processor: Any, raw: bool, **media: Any) -> Any:

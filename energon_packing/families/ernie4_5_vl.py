@@ -88,10 +88,8 @@ class Ernie45VL(Qwen25VL):
         from transformers.video_utils import VideoMetadata
 
         # At one frame per second the index of a frame is its time, which a list of frames may give freely.
-        metadata = [
-            VideoMetadata(total_num_frames=len(plan.timestamps), fps=1.0, frames_indices=list(plan.timestamps))
-            for plan in plans
-        ]
+        times = (list(plan.timestamps) for plan in plans)
+        metadata = [VideoMetadata(total_num_frames=len(shown), fps=1.0, frames_indices=shown) for shown in times]
         # The processor draws in place; the frames are the caller's.
         drawn = [video.clone() for video in videos] if self.videos.draw_on_frames else list(videos)
         made = ask(self.videos, raw, videos=drawn, video_metadata=metadata, do_sample_frames=False)

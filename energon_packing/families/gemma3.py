@@ -39,10 +39,8 @@ class Gemma3(VisionFamily):
         self.square_tokens: int = processor.image_seq_length
         size = self.images.size
         if not size.height or not size.width:
-            raise ConfigError(
-                f"The image processor resizes to {dict(size)}; the family {self.name} needs height and width in "
-                "preprocessor_config.json."
-            )
+            needs = f"the family {self.name} needs height and width in preprocessor_config.json."
+            raise ConfigError(f"The image processor resizes to {dict(size)}; {needs}")
         self._patches = size.height // SIGLIP_PATCH, size.width // SIGLIP_PATCH
         defaults = getattr(type(processor), "images_kwargs", None)  # from transformers 5.23 on
         if defaults is None:

@@ -175,10 +175,8 @@ def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
         raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
     if len(pinpoints) > MOST_TILES:
-        raise ConfigError(
-            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so the limit is "
-            f"{MOST_TILES}."
-        )
+        why = f"every image is compared with each of them, so the limit is {MOST_TILES}."
+        raise ConfigError(f"{where} lists {len(pinpoints)} resolutions; {why}")
     for pair in pinpoints:
         sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
         if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):

@@ -46,10 +46,8 @@ class HuggingFace(VisionFamily):
         self._text, self._overhead = self._learn()
 
     def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"The family {self.name} does not support {type(self.processor).__name__}: {what}; write a family for it "
-            "(docs/families.md)."
-        )
+        fix = "write a family for it (docs/families.md)."
+        return ConfigError(f"The family {self.name} does not support {type(self.processor).__name__}: {what}; {fix}")
 
     def _learn(self) -> tuple[str, int]:
         """Returns the text that stands for an image, and the tokens counted for it besides its placeholders."""

@@ -71,10 +71,8 @@ class InternVL(VisionFamily):
         self.video_frames = config.video_max_frames or number or (None if self.video_fps else DEFAULT_VIDEO_FRAMES)
         self._fewest = config.video_min_frames or 1
         if self._fewest > (self.video_frames or self._fewest):
-            raise ConfigError(
-                f"encoder.video_min_frames is {self._fewest}, but at most {self.video_frames} frames are sampled; set "
-                "encoder.video_max_frames too."
-            )
+            most = f"at most {self.video_frames} frames are sampled; set encoder.video_max_frames too."
+            raise ConfigError(f"encoder.video_min_frames is {self._fewest}, but {most}")
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile

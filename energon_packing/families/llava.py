@@ -55,10 +55,9 @@ class Llava(VisionFamily):
     def _setting(self, name: str) -> int:
         value = getattr(self.processor, name, None)
         if value is None:
-            raise ConfigError(
-                f"The {type(self.processor).__name__} has no {name}, which is needed to count the tokens of an image; "
-                "set it in processor_config.json to the vision encoder's."
-            )
+            needed = "which is needed to count the tokens of an image"
+            fix = "set it in processor_config.json to the vision encoder's."
+            raise ConfigError(f"The {type(self.processor).__name__} has no {name}, {needed}; {fix}")
         return int(value)
 
     @property

@@ -37,10 +37,8 @@ class Pixtral(VisionFamily):
         self.merge: int = processor.spatial_merge_size
         self.side: int = processor.patch_size * self.merge
         if not self.images.size.longest_edge:
-            raise ConfigError(
-                f"The image processor resizes to {dict(self.images.size)}; the family {self.name} needs longest_edge "
-                "in preprocessor_config.json."
-            )
+            needs = f"the family {self.name} needs longest_edge in preprocessor_config.json."
+            raise ConfigError(f"The image processor resizes to {dict(self.images.size)}; {needs}")
         if config.max_pixels is not None:
             edge = math.isqrt(config.max_pixels) // self.side * self.side
             if not edge:

@@ -115,10 +115,8 @@ class Qwen25VL(VisionFamily):
         self.reserved += ("<|vision_start|>", "<|vision_end|>")
         # From transformers 5.16 on; releases before it ignore a file that sets it.
         if hasattr(type(self.videos), "cap_pixels_per_frame") and self.videos.cap_pixels_per_frame:
-            raise ConfigError(
-                "cap_pixels_per_frame of the video processor (encoder.processor) is not supported; set it to false and "
-                "limit clips with encoder.video_max_pixels."
-            )
+            fix = "is not supported; set it to false and limit clips with encoder.video_max_pixels."
+            raise ConfigError(f"cap_pixels_per_frame of the video processor (encoder.processor) {fix}")
         self.merge: int = self.images.merge_size
         set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
         set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)

@@ -113,10 +113,8 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
     if config.family != "auto":
         family = FAMILIES.find(config.family)
         if family.processor_classes and kind not in family.processor_classes:
-            raise ConfigError(
-                f"encoder.family {config.family!r} supports {' or '.join(family.processor_classes)}, "
-                f"but encoder.processor is a {kind}; use family 'auto'."
-            )
+            supports = f"encoder.family {config.family!r} supports {' or '.join(family.processor_classes)}"
+            raise ConfigError(f"{supports}, but encoder.processor is a {kind}; use family 'auto'.")
         return family(processor, config)
     for family in FAMILIES:
         if kind in family.processor_classes and kind not in family.by_name_only:

@@ -103,10 +103,8 @@ def check_groups(
         over = sums > (limit if cost.dtype.kind == "i" else limit * (1 + FLOAT_TOLERANCE))
         if over.any():
             number = int(over.argmax())
-            raise PackingError(
-                f"pack {number} holds {sums[number]} {name}, limit {limit}; "
-                f"its indices: {some_of([int(index) for index in groups[number]], NAMED)}"
-            )
+            indices = some_of([int(index) for index in groups[number]], NAMED)
+            raise PackingError(f"pack {number} holds {sums[number]} {name}, limit {limit}; its indices: {indices}")
 
 
 def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

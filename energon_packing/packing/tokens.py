@@ -146,16 +146,12 @@ def concatenate_and_pack(
     if label_pad_id is None:
         raise UserError("label_pad_id is None; pass the label that your loss ignores, or leave it out: it is -100")
     if not len(input_ids) == len(labels) == len(attention_masks):
-        raise UserError(
-            f"got {len(input_ids)} input_ids, {len(labels)} labels and {len(attention_masks)} attention_masks; "
-            "each sequence needs one of each"
-        )
+        given = f"{len(input_ids)} input_ids, {len(labels)} labels and {len(attention_masks)} attention_masks"
+        raise UserError(f"got {given}; each sequence needs one of each")
     for index, (tokens, targets, mask) in enumerate(zip(input_ids, labels, attention_masks, strict=True)):
         if not len(tokens) == len(targets) == len(mask):
-            raise UserError(
-                f"sequence {index} has {len(tokens)} input_ids, {len(targets)} labels and {len(mask)} attention_mask; "
-                "they must be equally long"
-            )
+            given = f"{len(tokens)} input_ids, {len(targets)} labels and {len(mask)} attention_mask"
+            raise UserError(f"sequence {index} has {given}; they must be equally long")
     rows, dropped = _rows([len(tokens) for tokens in input_ids], max_length, policy, oversize)
     filled = ((input_ids, pad_token_id), (labels, label_pad_id), (attention_masks, 0))
     packed = PackedRows(_fill(rows, values, max_length, pad) for values, pad in filled)
@@ -187,10 +183,8 @@ def _rows(
             starts = range(0, length, max_length)
             pieces.extend((index, start, min(max_length, length - start)) for start in starts)
         else:
-            raise UserError(
-                f"sequence {index} has {length} tokens, a row holds {max_length}; pass oversize='drop', 'truncate' or "
-                "'split', or a longer max_length"
-            )
+            fix = "pass oversize='drop', 'truncate' or 'split', or a longer max_length"
+            raise UserError(f"sequence {index} has {length} tokens, a row holds {max_length}; {fix}")
     rows = []
     for group in pack_lengths([tokens for _, _, tokens in pieces], max_length, policy):
         row: list[Segment] = []

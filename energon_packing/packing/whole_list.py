@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,11 +48,8 @@ def pack_lengths(
         ConfigError: an unknown policy, capacity or window below 1, an oversize mode that needs tokens.
         PackingError: the policy's result is not a partition or breaks a limit.
     """
-    return list(
-        pack_lengths_flat(
-            lengths, capacity, policy, constraints=constraints, window=window, oversize=oversize, seed=seed
-        )
-    )
+    more: Any = {"constraints": constraints, "window": window, "oversize": oversize, "seed": seed}
+    return list(pack_lengths_flat(lengths, capacity, policy, **more))
 
 
 def pack_lengths_flat(
@@ -210,7 +207,5 @@ def _kept(tokens: np.ndarray, capacity: int, limits: Constraints, oversize: str)
     else:
         name = next(name for name, cost in limits.costs.items() if cost[index] > limits.limits[name])
         what = f"{limits.costs[name][index]} {name}, limit {limits.limits[name]}"
-    raise UserError(
-        f"sample {index} does not fit into a pack: {what} ({int(over.sum())} such samples); "
-        "raise the limit, shorten the samples, or pass oversize='drop'"
-    )
+    fix = "raise the limit, shorten the samples, or pass oversize='drop'"
+    raise UserError(f"sample {index} does not fit into a pack: {what} ({int(over.sum())} such samples); {fix}")

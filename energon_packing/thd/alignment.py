@@ -33,7 +33,5 @@ def check_multiple(name: str, length: int, multiple: int) -> None:
     """Raises `ConfigError` for a length in tokens that is no multiple of the alignment; it names the nearest two."""
     if length % multiple:
         down = length // multiple * multiple
-        raise ConfigError(
-            f"{name} {length} is not a multiple of {multiple}, which the parallel sizes need; use {down or multiple} "
-            f"or {down + multiple}."
-        )
+        fix = f"use {down or multiple} or {down + multiple}."
+        raise ConfigError(f"{name} {length} is not a multiple of {multiple}, which the parallel sizes need; {fix}")

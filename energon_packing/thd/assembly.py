@@ -124,10 +124,8 @@ def assemble(
         step = math.lcm(multiple, total_multiple)
         width = -(-(occupied + hidden) // step) * step
     elif occupied > width:
-        raise PackingError(
-            f"{len(rows)} samples ({keys[0]} to {keys[-1]}) occupy {occupied} tokens after alignment to {multiple}, "
-            f"more than the row's {width}"
-        )
+        taken = f"{occupied} tokens after alignment to {multiple}, more than the row's {width}"
+        raise PackingError(f"{len(rows)} samples ({keys[0]} to {keys[-1]}) occupy {taken}")
     tail = width - occupied
     if hidden and not tail:
         raise PackingError(

@@ -198,10 +198,8 @@ class PackedBatch:
         visual = self.visual_inputs or {}
         for name in PIXELS:
             if name in visual and visual[name].is_floating_point():
-                raise PackingError(
-                    f"{name} is {visual[name].dtype}, but Bridge's Ernie 4.5 VL takes bytes and normalises them "
-                    "itself; set encoder.pixels to bytes"
-                )
+                takes = "Bridge's Ernie 4.5 VL takes bytes and normalises them itself; set encoder.pixels to bytes"
+                raise PackingError(f"{name} is {visual[name].dtype}, but {takes}")
         return visual
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -229,10 +227,8 @@ class PackedBatch:
             )
         learned = self.loss_mask != 0
         if not torch.equal(self.loss_mask[learned], torch.ones_like(self.loss_mask[learned])):
-            raise PackingError(
-                "targets of this row have weights other than 0 and 1; compute the loss from the model's logits, "
-                "batch.labels and batch.loss_mask"
-            )
+            fix = "compute the loss from the model's logits, batch.labels and batch.loss_mask"
+            raise PackingError(f"targets of this row have weights other than 0 and 1; {fix}")
         starts = torch.repeat_interleave(boundaries[:-1].long(), boundaries.diff().long(), output_size=len(counted))
         positions = (counted - starts)[None]
         if self.position_ids.dim() == 3:
@@ -276,10 +272,8 @@ class PackedBatch:
         container = container_with(tuple(inputs))
         known = {spec.name for spec in fields(container)}
         if unknown := sorted(set(visual) - known):
-            raise PackingError(
-                f"Bridge's GenericVisualInputs has no field {', '.join(unknown)}; its fields are "
-                f"{', '.join(sorted(known))}"
-            )
+            names = f"{', '.join(unknown)}; its fields are {', '.join(sorted(known))}"
+            raise PackingError(f"Bridge's GenericVisualInputs has no field {names}")
         return container(**visual, **inputs)
 
 

@@ -167,10 +167,8 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
         elif boundaries.numel() != batch.cu_seqlens.numel():
             yield f"boundary_dtype: {label} has {boundaries.numel()} entries, cu_seqlens {batch.cu_seqlens.numel()}"
     if batch.num_segments < 1 or (batch.boundary_padding or 0) < 0:
-        yield (
-            f"boundary_padding: {batch.boundary_padding} repeated of {batch.cu_seqlens.numel()} boundaries leave "
-            f"{batch.num_segments} segments"
-        )
+        repeated, count = batch.boundary_padding, batch.cu_seqlens.numel()
+        yield f"boundary_padding: {repeated} repeated of {count} boundaries leave {batch.num_segments} segments"
 
 
 def _boundaries(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, count: int) -> Iterator[str]:

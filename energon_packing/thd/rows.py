@@ -37,10 +37,8 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         write_bytes(descriptor, parts)
     except OSError as error:
         size = result.numel() * result.element_size()
-        raise PackingError(
-            f"{size} bytes of pixels do not fit into shared memory ({error.strerror}); make /dev/shm larger, or lower "
-            "data.num_workers."
-        ) from error
+        fix = "make /dev/shm larger, or lower data.num_workers."
+        raise PackingError(f"{size} bytes of pixels do not fit into shared memory ({error.strerror}); {fix}") from error
     return result
 
 
@@ -87,10 +85,8 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
     if attention_mask is not None:
         mask = _array(attention_mask)
         if mask.shape != shape or not mask.all():
-            raise PackingError(
-                f"sample {key}: its attention_mask marks padding; remove the padding before assembly (processor "
-                "padding=False; packing does not use padding_side)"
-            )
+            fix = "remove the padding before assembly (processor padding=False; packing does not use padding_side)"
+            raise PackingError(f"sample {key}: its attention_mask marks padding; {fix}")
     expected = row.get("expected_length")
     if expected is not None and int(expected) != shape[0]:
         raise PackingError(f"sample {key}: {shape[0]} tokens were rendered, but {int(expected)} were predicted")
@@ -166,10 +162,8 @@ def join_visual(
                 raise PackingError(f"sample {key}: visual input {name} has no axis to join samples along")
             first = parts.setdefault(name, [])
             if first and (first[0].shape[1:] != tensor.shape[1:] or first[0].dtype != tensor.dtype):
-                raise PackingError(
-                    f"sample {key}: visual input {name} is {tensor.dtype} {list(tensor.shape)}, which cannot be joined "
-                    f"to {first[0].dtype} {list(first[0].shape)}"
-                )
+                own, others = (f"{each.dtype} {list(each.shape)}" for each in (tensor, first[0]))
+                raise PackingError(f"sample {key}: visual input {name} is {own}, which cannot be joined to {others}")
             first.append(tensor)
             counts.setdefault(name, [0] * len(rows))[index] = tensor.shape[0]
     if not parts:

@@ -15,7 +15,7 @@ from PIL import Image
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.records import parse_record
 from energon_packing.demo import make_data
-from energon_packing.demo.conversations import KINDS, kinds_of
+from energon_packing.demo.generate import KINDS, kinds_of
 from energon_packing.errors import UserError
 
 COUNT = 120

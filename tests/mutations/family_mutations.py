@@ -211,8 +211,8 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/ernie4_5_vl.py",
-                "frames_indices=list(plan.timestamps)",
-                "frames_indices=list(range(len(plan.timestamps)))",
+                "frames_indices=shown",
+                "frames_indices=list(range(len(shown)))",
             ),
         ),
     ),

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from energon_packing import drops
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK
+from energon_packing.config.run import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drops import RECENT, WISHED, DroppedSample, Shares, unwished
 from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines

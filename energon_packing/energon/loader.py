@@ -23,7 +23,7 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.savable_loader import SavableDatasetWrapper
 from torch import distributed
 
-from energon_packing.config import EpochEnd, RunConfig
+from energon_packing.config.run import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.drops import FrequentDrops, Shares
 from energon_packing.encoders.sample_encoder import SampleEncoder

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.config import RunConfig
-from energon_packing.config.run import MetricsConfig
+from energon_packing.config import MetricsConfig, RunConfig
 from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader

@@ -11,8 +11,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing.bridge.provider import DataSection, MetricsSection, PackProvider, frozen, twin
-from energon_packing.config import DataConfig, ParallelConfig
-from energon_packing.config.run import MetricsConfig
+from energon_packing.config import DataConfig, MetricsConfig, ParallelConfig
 from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError
 from energon_packing.thd.rotary import rotate_rows_whole

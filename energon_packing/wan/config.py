@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
-from energon_packing.config.run import MetricsConfig, PlanConfig
+from energon_packing.config import DataConfig, MetricsConfig, ParallelConfig, PlanConfig, from_mapping, load_values
+from energon_packing.config.run import MAX_DROPS_WITHOUT_PACK
 from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 from energon_packing.packing.constraints import PackLimits

@@ -26,8 +26,7 @@ from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.packing.balance import pack_cost
 from energon_packing.stored_record import check_depth
 from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
-from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
-from energon_packing.wan.models import CaptionEncoder, LatentEncoder
+from energon_packing.wan.encoder import CaptionEncoder, LatentEncoder, MeasuredClip, TextToVideoEncoder
 from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
 from energon_packing.wan.record import SUBFLAVORS, TextToVideo
 

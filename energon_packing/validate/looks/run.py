@@ -10,8 +10,7 @@ from energon_packing.config import EncoderConfig, RunConfig
 from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.validate.looks.data import REMOTE, look_at_data
-from energon_packing.validate.looks.look import LOOKS, Look, LookOutcome
+from energon_packing.validate.looks.data import LOOKS, REMOTE, Look, LookOutcome, look_at_data
 from energon_packing.validate.run_facts import cached_directory, is_hub_name, offline
 from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output

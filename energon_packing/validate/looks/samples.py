@@ -20,8 +20,16 @@ from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.sample_kind import kind_of_subflavors
 from energon_packing.trust import check_data_set, trusting
-from energon_packing.validate.looks.data import PREPARE_MEDIA, REMOTE, DataLooks, Inspected, Leaf, mapping_in
-from energon_packing.validate.looks.look import Look, RefusedSample
+from energon_packing.validate.looks.data import (
+    PREPARE_MEDIA,
+    REMOTE,
+    DataLooks,
+    Inspected,
+    Leaf,
+    Look,
+    RefusedSample,
+    mapping_in,
+)
 from energon_packing.validate.run_facts import DataFacts, offline
 
 

@@ -115,7 +115,7 @@ _BY_ROW = "each row has a context-parallel size of its own"
     checks="a run gives each row a context-parallel size of its own only where that works",
     place="megatron.training.arguments.validate_args, on Megatron-LM's branch dev",
     applies=lambda view: view.dynamic_context_parallel,
-    sources=(SourceLine("energon_packing/megatron_lm/planned_scheduler.py", "scheduler takes rows of text"),),
+    sources=(SourceLine("energon_packing/megatron_lm/dataloader.py", "scheduler takes rows of text"),),
 )
 def _dynamic_context_parallel(view: RunView) -> Finding | None:
     reasons = {

@@ -17,8 +17,7 @@ from typing import Any, Literal
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK = (*FULL, errno.EROFS, errno.EFBIG)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
-UNWRITABLE = (*_DISK, errno.EIO)
-"""Error numbers of a disk that takes no more."""
+UNWRITABLE = (*_DISK, errno.EIO)  # error numbers of a disk that takes no more
 _FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES),
     *(errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP),
@@ -93,8 +92,7 @@ class PackingError(RuntimeError):
     """An invariant of the packer is broken: an invalid partition, or a length that differs from its prediction."""
 
 
-PAUSES = (0.1, 0.4, 1.6)
-"""Seconds before the second, third and fourth try."""
+PAUSES = (0.1, 0.4, 1.6)  # seconds before the second, third and fourth try
 LATER_PAUSE = 5.0  # seconds before each further try of a patient read
 
 _PATIENCE: ContextVar[float | None] = ContextVar("patience", default=None)

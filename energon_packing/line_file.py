@@ -54,11 +54,9 @@ _BLOCK = 1 << 16
 
 
 class LineFile:
-    """Appends whole lines to a file, made with its directories if missing. Raises OSError: it cannot be written.
-
-    A last line that lacks its end, as a kill or a full disk leaves it, is moved to ``NAME.cut`` beside the file when it
-    is opened, so it is neither read as an entry nor joined to the next.
-    """
+    """Appends whole lines to a file, made with its directories if missing. Raises OSError: it cannot be written. A last
+    line that lacks its end, as a kill or a full disk leaves it, is moved to ``NAME.cut`` beside the file when it is
+    opened, so it is neither read as an entry nor joined to the next."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,8 @@ if TYPE_CHECKING:  # conversion and planning need neither torch nor Energon
 
     from energon_packing.packing.model_cost import ModelCost
 
-AnyRun = Any
-"""A configuration: `SampleKind.run_class` of some kind."""
-NO_ROW = 2**30
-"""Tokens of the row that samples are measured for: none is too long for it."""
+AnyRun = Any  # a configuration: `SampleKind.run_class` of some kind
+NO_ROW = 2**30  # tokens of the row that samples are measured for: none is too long for it
 
 
 class SampleKind(ABC):

@@ -55,12 +55,10 @@ def mappings_in(value: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def check_data_set(file: str, content: bytes, values: Any) -> None:
-    """Refuses a metadataset, or the ``dataset.yaml`` of a data set, that names code; only inside `trusting`.
-
-    Energon's ``JsonParser`` instantiates a mapping with ``__module__`` wherever it stands, in subflavors too. Raises
-    ConfigError: it names another class than `ENERGON_CLASSES`, a function, a Python file, or a decoder, which unpickles
-    members of samples.
-    """
+    """Refuses a metadataset, or the ``dataset.yaml`` of a data set, that names code; only inside `trusting`. Energon's
+    ``JsonParser`` instantiates a mapping with ``__module__`` wherever it stands, in subflavors too. Raises ConfigError:
+    it names another class than `ENERGON_CLASSES`, a function, a Python file, or a decoder, which unpickles members of
+    samples."""
     if _TRUSTED.get() is not False:
         return
     text = content.decode("utf-8", "replace")

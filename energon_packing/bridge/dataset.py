@@ -121,11 +121,9 @@ class MicroBatchForm:
 @dataclass(kw_only=True)
 class PackedEnergonDatasetConfig(PackProvider):
     """Packs an Energon data set of conversations online, one THD row per micro-batch; or feeds Bridge single samples.
-
     The fields that Bridge reads are here, all others in the sections; each setting has one place. All values are plain,
     so Bridge's YAML and Hydra overrides reach them: ``dataset.encoder.max_pixels=200704``,
-    ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
-    """
+    ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``."""
 
     processor: str = ""
     """Directory or hub name of the model's Hugging Face processor (or tokenizer, for text models)."""
@@ -160,10 +158,8 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     @property
     def enable_offline_packing(self) -> bool:
-        """Read by ``validate()`` and ``gpt_step``: rows arrive packed.
-
-        It turns on Bridge's own checks for packed rows, and makes middle pipeline stages fetch ``cu_seqlens``.
-        """
+        """Read by ``validate()`` and ``gpt_step``: rows arrive packed. It turns on Bridge's own checks for packed rows,
+        and makes middle pipeline stages fetch ``cu_seqlens``."""
         return self.mode == "packs"
 
     @property
@@ -218,7 +214,6 @@ class PackedEnergonDatasetConfig(PackProvider):
             raise ConfigError(f"train.iterations_to_skip is set {stages}, but {why}; leave it empty.")
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
-        """See `PackProvider.run_config`."""
         encoder = {} if isinstance(self.encoder, str) else self.encoder
         loaded = {"processor": self.processor, "trust_remote_code": bool(self.trust_remote_code)}
         rows = {"seq_length": self.seq_length, "pad_to_max_length": self.pad_to_max_length}
@@ -238,7 +233,6 @@ class PackedEnergonDatasetConfig(PackProvider):
         )
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:
-        """See `PackProvider.make_loader`."""
         encoder = self._task_encoder(config)
         if self._run is not None:  # the processor may have been downloaded just now, and no rule has seen it
             _enforce_rules(self._run)

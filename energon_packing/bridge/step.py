@@ -148,8 +148,6 @@ def _refuse_graphs(model: Any, step: Any) -> None:
 
 @contextlib.contextmanager
 def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Iterator[None]:
-    """Adds what the host knows to the ``PackedSeqParams`` that the model is called with."""
-
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
         if (params := keywords.get("packed_seq_params")) is None:
             return

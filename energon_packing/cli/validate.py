@@ -211,7 +211,6 @@ def _print_looks(looks: list[Look] | None) -> None:
 
 
 def _end_of_looks(looks: list[Look] | None) -> str:
-    """The end of the last line: how many looks found an error, and what the verdict does not cover."""
     if looks is None:
         return " (nothing that the run reads was looked at)"
     errors = sum(look.outcome == "error" for look in looks)

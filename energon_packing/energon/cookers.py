@@ -60,8 +60,6 @@ def refuse_unreadable(record: bytes) -> None:
 
 
 def _find(reader: Any, find: Any, index: Any) -> Any:
-    """Where a sample lies, by the index beside its shard."""
-
     def forget() -> None:
         for cache in (getattr(reader, "cached_offset_reader", None), reader):
             getattr(cache, "tar_index_reader_cache", getattr(cache, "index_reader_cache", {})).clear()

@@ -71,13 +71,11 @@ def two_rows(key: str) -> ConfigError:
 
 
 class MicroBatchTaskEncoder(PackingTaskEncoder):
-    """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
-
-    If a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair
-    is two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see
-    `UNREAD` for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or
-    as for `PackingTaskEncoder`.
-    """
+    """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch. If
+    a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair is
+    two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD`
+    for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for
+    `PackingTaskEncoder`."""
 
     aligns_rows = False
     takes_buffers = False
@@ -255,7 +253,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
         return TaskEncoder.build_batch(self, dataset, **arguments)
 
     def _worker_ledger(self) -> Ledger:
-        """Returns the ledger of this worker, created on first use, when the worker process is known."""
         if self._ledger is None:
             own = WorkerConfig.active_worker_config or WorkerConfig(rank=0, world_size=1, num_workers=0)
             self._ledger = self.make_ledger(own, run=self._run)

@@ -124,11 +124,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         raise NotImplementedError
 
     def arrange(self, samples: Sequence[Any]) -> list[int]:
-        """Returns the order of rendered samples in their row, as positions.
-
-        It depends on the samples alone, and arranging them again changes nothing: a pack that is restored is not
-        arranged again.
-        """
+        """Returns the order of rendered samples in their row, as positions. It depends on the samples alone, and
+        arranging them again changes nothing: a pack that is restored is not arranged again."""
         raise NotImplementedError
 
     @stateless
@@ -251,10 +248,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
         """Selects the next pack by ``packing.policy``, within all limits of a pack, from the measured ``samples`` of
         the window, oldest first; ``ended`` if no further one enters it. Returns ascending positions of samples of one
-        group (`by_group`), its oldest among them.
-
-        It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
-        others, and fill their packs as well. Of what the window holds more than once, see `next_of_copies`."""
+        group (`by_group`), its oldest among them. It is a pack of the group that holds the most. So groups that occur
+        seldom wait until they hold as much as the others, and fill their packs as well. Of what the window holds more
+        than once, see `next_of_copies`."""
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
         held = [samples[at] for at in group]
@@ -306,8 +302,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
     limits: PackLimits
     cost: ModelCost
     takes_buffers = True
-    aligns_rows = True
-    """Whether each segment of a row is padded here; a subclass may leave that to the trainer."""
+    aligns_rows = True  # whether each segment of a row is padded here; a subclass may leave that to the trainer
 
     def __init__(
         self,
@@ -390,9 +385,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     def media_tokens(self, media: Sequence[Media]) -> int:
         """Tokens of the images and videos of one sample by the first encoder that takes them, and a pack's at most.
-
-        Nothing of your own encoders. Raises SampleRejected: as `VisionFamily.plan`.
-        """
+        Nothing of your own encoders. Raises SampleRejected: as `VisionFamily.plan`."""
         for encoder in self.encoders:
             if isinstance(encoder, ConversationEncoder) and {each.kind for each in media} <= encoder.kinds:
                 return min(sum(plan.tokens for plan in encoder.family.plans(media)), self.limits.tokens)
@@ -531,10 +524,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """Assembles the row of one pack, in the order given.
-
-        If a member failed to render, a padded segment may be last; a masked segment then uses the room of that member.
-        """
+        """Assembles the row of one pack, in the order given. If a member failed to render, a padded segment may be
+        last; a masked segment then uses the room of that member."""
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")

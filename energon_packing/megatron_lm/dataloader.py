@@ -182,12 +182,10 @@ def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:
 
 
 class PackDataloader:
-    """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators.
-
-    Every rank of a replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives
-    them, on later pipeline stages without pixels. Of ``what``, ``evaluation`` are the packs of one, over all ranks (see
-    `open_together`), and None of a training.
-    """
+    """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators. Every rank of a
+    replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives them, on later
+    pipeline stages without pixels. Of ``what``, ``evaluation`` are the packs of one, over all ranks (see
+    `open_together`), and None of a training."""
 
     def __init__(
         self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None, **what: Any
@@ -223,11 +221,9 @@ class PackDataloader:
         self._log.post(get_args().curr_iteration, *writers)
 
     def save_state(self) -> Any:
-        """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read.
-
-        Megatron-LM calls this on the first tensor rank of the first stage (with context parallelism on several ranks),
-        and writes one file for each state that is not None.
-        """
+        """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read. Megatron-LM calls
+        this on the first tensor rank of the first stage (with context parallelism on several ranks), and writes one
+        file for each state that is not None."""
         return self._reader.save_state() if self._replica.is_reader else None
 
     def restore_state(self, state: Any) -> None:
@@ -241,10 +237,8 @@ class PackDataloader:
 
 
 class StepDataloader(PackDataloader):
-    """The rows of this rank, all of a global batch at a time, for `PlannedScheduler`.
-
-    ``rows`` gives their number where all have one context-parallel size; those that ranks share say it themselves.
-    """
+    """The rows of this rank, all of a global batch at a time, for `PlannedScheduler`. ``rows`` gives their number where
+    all have one context-parallel size; those that ranks share say it themselves."""
 
     def __init__(self, *arguments: Any, rows: Callable[[], int], **what: Any) -> None:
         super().__init__(*arguments, **what)
@@ -292,11 +286,10 @@ class PlannedScheduler:
     ) -> tuple[Any, int, float, float]:
         """Returns an iterator of the step's rows (of virtual pipeline stages a list, one each; on tensor ranks after
         the first None), their number, and for Core's count of FLOPs the sums of the lengths of all ranks' segments and
-        of their squares: ``step_lengths`` of the first row, or as if every rank had as much work as this one.
-
-        Arguments are as Core's own schedulers take them, by place; its count is of samples and not read. Raises
-        StopIteration, on all tensor ranks: the iterator has ended; PackingError: the first tensor rank has no iterator,
-        or virtual stages cannot share the rows out."""
+        of their squares: ``step_lengths`` of the first row, or as if every rank had as much work as this one. Arguments
+        are as Core's own schedulers take them, by place; its count is of samples and not read. Raises StopIteration, on
+        all tensor ranks: the iterator has ended; PackingError: the first tensor rank has no iterator, or virtual stages
+        cannot share the rows out."""
         chunks = config.virtual_pipeline_model_parallel_size or 1
         rows: list[dict[str, torch.Tensor]] = []
         numbers = [0.0, 0.0, 0.0]
@@ -425,11 +418,9 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron-LM's function of this name, with our argument group and our checks.
-
-    ``--dataloader-type`` is ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed
-    rows; raised before any process group exists.
-    """
+    """Megatron-LM's function of this name, with our argument group and our checks. ``--dataloader-type`` is
+    ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed rows; raised before any
+    process group exists."""
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
     theirs = extra_args_provider or (lambda parser: parser)

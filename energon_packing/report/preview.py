@@ -222,7 +222,6 @@ def trained_tokens(batch: PackedBatch) -> np.ndarray:
 
 
 def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionFamily) -> tuple[dict[str, Any], ...]:
-    """The media of a segment, whose own tokens are ``[L]``."""
     kinds = family.visual_kinds(tokens)
     media: list[dict[str, Any]] = []
     for number, (kind, grids, name) in enumerate(
@@ -254,7 +253,6 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
 
 
 def _share(batch: PackedBatch, name: str, segment: int) -> torch.Tensor | None:
-    """The rows of a visual input that belong to a segment; None if there are none."""
     counts = batch.visual_counts.get(name)
     if not counts or not batch.visual_inputs or not counts[segment]:
         return None

@@ -545,11 +545,9 @@ class _Dealt:
     ) -> Iterator[tuple[list[float], np.ndarray]]:
         """Of each fill, alignment, tail, packs per sample, and the fill of padded micro-batches and of rows of one
         sample; and the cost of each pack. Without a window, of a plan of all; else of one of so many readers, whose
-        window holds a share of few samples several times.
-
-        Each goes on with what the one before still held: a window that begins empty has too good a choice until several
-        times its samples have passed (rows of halves: 97 % full at first, 87 % in the end).
-        """
+        window holds a share of few samples several times. Each goes on with what the one before still held: a window
+        that begins empty has too good a choice until several times its samples have passed (rows of halves: 97 % full
+        at first, 87 % in the end)."""
         row, limits, held = self.run.packing.seq_length, self.limits, np.arange(0)
         own = round(self.epoch / readers if self.epoch >= LEAST * readers else self.epoch)
         few = own < min(window or 0, self.share.size)

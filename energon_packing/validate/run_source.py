@@ -324,7 +324,6 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
 
 
 def _arguments() -> list[tuple[Any, str]]:
-    """Each field of the view that an argument states, with the argument."""
     return [(entry, name) for entry in dataclasses.fields(RunView) if (name := place_of(entry, "argument"))]
 
 

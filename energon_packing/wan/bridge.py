@@ -25,10 +25,8 @@ TextToVideoPackingSection: Any = twin(TextToVideoPackingConfig, ("seq_length",),
 @dataclass(kw_only=True)
 class PackedWanDatasetConfig(PackProvider):
     """Packs an Energon data set of clips and captions online, one row of patches and one of text per micro-batch.
-
     Mutable and plain, as `PackProvider` says. Hydra reaches every setting: ``dataset.encoder.compat=bridge``,
-    ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
-    """
+    ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``."""
 
     seq_length: int = 75_600
     """Latent patches per row, alignment padding included."""

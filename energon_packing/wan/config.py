@@ -30,8 +30,7 @@ from energon_packing.thd.alignment import alignment_multiple, check_multiple
 
 Longer = Literal["middle", "spread"]
 Compat = Literal["none", "texts", "bridge"]
-BRIDGE_TEXT_LENGTH = 512
-"""Tokens that Bridge's Wan data path pads every text to."""
+BRIDGE_TEXT_LENGTH = 512  # tokens that Bridge's Wan data path pads every text to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,8 +148,7 @@ class T5CaptionEncoder:
             raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; use umt5 or t5.")
         self._class = "UMT5EncoderModel" if config.model_type == "umt5" else "T5EncoderModel"
         self.width, self.name, self._repaired = int(config.d_model), f"{self._class} {path}", str
-        self.stated: dict[str, str] = {}
-        """Entries of the fingerprint besides the name."""
+        self.stated: dict[str, str] = {}  # entries of the fingerprint besides the name
         try:
             self._repaired = importlib.import_module("ftfy").fix_text
         except ImportError:
@@ -283,10 +282,8 @@ class MeasuredClip:
     frames: int = 0  # that are taken from a video; 0 of stored latents
     # How the sample differs from its record, as ``(how, detail)`` for the ledger.
     changes: tuple[tuple[str, str], ...] = ()
-    images: ClassVar[int] = 0
-    """No vision encoder reads a clip."""
-    patches: ClassVar[int] = 0
-    """Rows of vision input besides those of the row itself."""
+    images: ClassVar[int] = 0  # no vision encoder reads a clip
+    patches: ClassVar[int] = 0  # rows of vision input besides those of the row itself
 
     @property
     def length(self) -> int:
@@ -398,7 +395,6 @@ class TextToVideoEncoder:
         )
 
     def _other_frames(self, video: Media, plan: ClipPlan) -> tuple[tuple[str, str], ...]:
-        """Returns for the ledger whether frames are repeated, or a clip becomes a still."""
         count, different = len(plan.frame_indices), len(set(plan.frame_indices.tolist()))
         if different < count:
             detail = f"{different} frames at {video.fps:g} fps become {count}; encoder.fps is {self.config.fps:g}"
@@ -448,7 +444,6 @@ class TextToVideoEncoder:
         return _of_shape(measured.latent_shape, model.encode(frames["frames"]), model)
 
     def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
-        """Returns the planned frames of a video in their planned size, as ``frames``."""
         video, plan = wanted
         limit = self.config.decode_seconds
         try:

@@ -123,7 +123,6 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
 
 
 def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
-    """Leaves of the entry of a split, or of a list of references."""
     for key in ("aux", "subflavors"):
         if not isinstance(values.get(key) or {}, Mapping):
             yield Flaw("data-path", f"{key!r} of {above[-1]} is no mapping", "correct the metadataset")
@@ -309,7 +308,6 @@ class _Found:
 
 
 def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
-    """One look or more at all parts together."""
     good = [pair for pairs in found.sound.values() for pair in pairs]
     flaws = dict.fromkeys(flaw for _, flaw in found.flaws if flaw.look == id)
     yield from (Look(id, at, "error", flaw.why, flaw.fix) for flaw in flaws)
@@ -332,7 +330,6 @@ def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
 
 
 def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
-    """One look or more at a part that the run reads."""
     id, at, sound = "data-split", f"{setting}: {found.parts[setting]}", found.sound[setting]
     own = dict.fromkeys(flaw for where, flaw in found.flaws if where == setting and flaw.look == id)
     more = "" if setting == training else ", or turn the evaluation off"

@@ -54,7 +54,6 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
 
 
 def _processor(config: EncoderConfig) -> tuple[LookOutcome, str, str, Any]:
-    """Outcome, sentence and fix of the look at the processor, and the processor itself, if it can be used."""
     name = config.processor
     if not name:
         return "not looked at", "no processor is named", "", None
@@ -100,7 +99,6 @@ def _lacking_files(directory: Path) -> str:
 
 
 def _plain(error: Exception) -> str:
-    """The sentence of an error, without its full stop."""
     return " ".join(str(error).split()).rstrip(".")
 
 

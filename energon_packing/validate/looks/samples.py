@@ -160,7 +160,6 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
 
 
 def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int) -> Look:
-    """The look at the conversations of one data set."""
     refused: list[RefusedSample] = []
     frequent = FrequentDrops("looked at")
     number, why, fix = 0, "", "change the setting that it names"
@@ -187,7 +186,6 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int
 
 
 def _judged(at: str, number: int, refused: list[RefusedSample], frequent: FrequentDrops) -> Look:
-    """What the refusals mean for the run."""
     if not number:
         return _error(at, "it has no samples", "convert records into it", number, refused)
     listed = ", ".join(f"{count} {why}" for why, count in Counter(sample.reason for sample in refused).most_common())

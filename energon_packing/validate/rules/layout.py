@@ -37,7 +37,6 @@ def _global_batch(view: RunView) -> Finding | None:
 
 
 def _unless_whole_groups(view: RunView, size: int, sizes: str, more: str = "") -> Finding | None:
-    """A finding, unless the GPUs make whole groups of a size, the product of the named ``sizes``."""
     why = f"{view.world_size} GPUs are not divisible by {sizes} = {size}"
     return unless(view.world_size % size == 0, why=why, fix=f"use a multiple of {size} GPUs{more}")
 

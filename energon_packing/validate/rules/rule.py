@@ -54,7 +54,6 @@ class SourceLine(Versioned):
 
 
 def _line_of(folder: str, file: str, says: str, **versions: Any) -> SourceLine:
-    """Returns a line of a file in a folder, maybe ``since`` a version of Bridge and ``before`` another."""
     return SourceLine(f"{folder}/{file}", says, **versions)
 
 
@@ -181,11 +180,9 @@ class Judgement:
 
 
 def judge(view: RunView) -> list[Judgement]:
-    """Returns one judgement per rule on a run, in the order of `all_rules`.
-
-    The first error among those with ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size``
-    comes earlier for Bridge's own text data sets.
-    """
+    """Returns one judgement per rule on a run, in the order of `all_rules`. The first error among those with
+    ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own
+    text data sets."""
     judgements = []
     for rule in all_rules():
         concerned = rule.concerns(view)

@@ -146,10 +146,6 @@ class SampleKind(ABC):
     def planned_limits(self, decided: Mapping[str, Any], encoder: Any) -> Any:
         """Returns the limits of packs from `PlanFacts.decided` and a task encoder with the plan's settings."""
 
-    @abstractmethod
-    def too_long(self, size: Any, limits: Any, run: Any) -> str:
-        """Says why a sample is longer than a row, in the words of the online loader."""
-
     def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
         """Returns of the encoder's fingerprint what stored packs depend on: all but what the loader still decides."""
         free = self.free_when_stored(store)

@@ -328,9 +328,15 @@ def use_packed_data(
     """
     length = seq_length or cfg.model.seq_length
     packs_already = any(getattr(cfg.dataset, name, None) for name in ("enable_offline_packing", "packing_buffer_size"))
-    fields = {"path": path, "seq_length": length, "num_workers": num_workers}
+    fields: dict[str, Any] = {"path": path, "seq_length": length, "num_workers": num_workers}
     datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in KINDS)
-    cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
+    if (dataset := next(filter(None, datasets), None)) is None:
+        places = (cfg.dataset, "hf_processor_path"), (getattr(cfg.dataset, "task_encoder", None), "hf_processor_path")
+        named = (getattr(part, name, None) for part, name in (*places, (cfg.tokenizer, "tokenizer_model")))
+        if not (processor := processor or next(filter(None, named), None)):
+            raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
+        dataset = PackedEnergonDatasetConfig(processor=str(processor), **fields)
+    cfg.dataset = dataset
     cfg.dataset.follow(cfg)
     cfg.dataset._samples_per_step = None if packs_already else cfg.train.global_batch_size  # for `RunView`
     cfg.model.seq_length = length
@@ -360,11 +366,3 @@ def set_run(
         cfg.checkpoint.save = cfg.checkpoint.load = f"{directory}/checkpoints"
         cfg.logger.tensorboard_dir = f"{directory}/tb_logs"
     return cfg
-
-
-def _of_conversations(cfg: Any, processor: str | None, **fields: Any) -> PackProvider:
-    named = processor or getattr(cfg.dataset, "hf_processor_path", None)
-    named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
-    if not (named := named or getattr(cfg.tokenizer, "tokenizer_model", None)):
-        raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
-    return PackedEnergonDatasetConfig(processor=str(named), **fields)

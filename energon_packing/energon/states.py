@@ -42,15 +42,9 @@ SECTIONS: dict[str, type] = {
     "packing": PackingConfig,
     "parallel": ParallelConfig,
 }
-FREE = frozenset(f"{section}.{name}" for section, config in SECTIONS.items() for name in changing(config, "nothing"))
-"""Settings that cannot change a pack."""
-
-_FIELDS = {
+FIELDS = {
     f"{section}.{entry.name}": entry for section, config in SECTIONS.items() for entry in dataclasses.fields(config)
 }
-BY_CONTENT = {name: str(entry.metadata["stated"]) for name, entry in _FIELDS.items() if entry.metadata.get("stated")}
-"""Settings that name something, with the entry of the fingerprint that says what it was."""
-
 _ENTRIES = entries_of(EncoderConfig)
 FOLLOWS: dict[str, tuple[str, ...]] = {
     **{
@@ -68,7 +62,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 
 READERS = ("ranks", "workers")  # entries that nobody can accept as changed: Energon's states hold one part per reader
 
-_NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
+_NEWER = {name: json.dumps(entry.default) for name, entry in FIELDS.items() if entry.metadata.get("newer")}
 _NEWER |= before(EncoderConfig) | {
     f"encoder.{name}": json.dumps(value) for name, value in before(EncoderConfig).items()
 }
@@ -153,15 +147,12 @@ def tell_of_accepted(lines: Sequence[str]) -> None:
         )
 
 
-_LARGE = (BlendDataset, ShuffleBufferDataset, WebdatasetSampleLoaderDataset)
-"""Data sets of Energon whose states grow with a setting or with the data."""
-
-
 def save_shallowly(dataset: Any) -> None:
     """Makes Energon's data sets beneath ``dataset`` save the states that they always save, only faster."""
     for each in beneath(dataset):
         save_shallowly(each)
-    if isinstance(dataset, _LARGE):
+    # Those whose states grow with a setting or with the data.
+    if isinstance(dataset, BlendDataset | ShuffleBufferDataset | WebdatasetSampleLoaderDataset):
         dataset.save_state = functools.partial(_state_of, dataset)
 
 

@@ -13,7 +13,7 @@ import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -208,14 +208,17 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             worker_config=worker_config,
         )
 
-    def refuse_size(self, key: str, reason: str, detail: str, length: int | None = None) -> NoReturn:
+    def _check_size(self, measured: Any) -> None:
         """Refuses a sample that fits no pack, as ``packing.oversize`` asks. Raises `ConfigError`: that is ``raise``;
         `SampleRejected`, which carries the sample's length: it is anything else."""
-        if self.packing.oversize == "raise":
-            raise ConfigError(
-                f"Sample {key} has {detail}. Raise the limit, or drop such samples with packing.oversize=drop."
-            )
-        raise SampleRejected(reason, detail, length)
+        reason, detail = "over_limit", self.limits.exceeded(measured)
+        if self.limits.too_long(measured):
+            reason, detail = "oversize", self.limits.length_text(measured, self.packing.seq_length)
+        if detail is not None and self.packing.oversize == "raise":
+            fix = "Raise the limit, or drop such samples with packing.oversize=drop."
+            raise ConfigError(f"Sample {measured.key} has {detail}. {fix}")
+        if detail is not None:
+            raise SampleRejected(reason, detail, measured.length)
 
     @staticmethod
     def pack_fields(samples: Sequence[RenderedSample]) -> dict[str, Any]:
@@ -480,13 +483,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Returns the index of the first encoder that accepts it; else that of the last, which raises the reason."""
         accepting = (number for number, encoder in enumerate(self.encoders) if encoder.accepts(conversation))
         return next(accepting, len(self.encoders) - 1)
-
-    def _check_size(self, measured: AnyMeasured) -> None:
-        reason, detail = "over_limit", self.limits.exceeded(measured)
-        if self.limits.too_long(measured):
-            reason, detail = "oversize", self.limits.length_text(measured, self.packing.seq_length)
-        if detail is not None:
-            self.refuse_size(measured.key, reason, detail, measured.length)
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:

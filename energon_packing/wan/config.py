@@ -205,12 +205,12 @@ class ClipLimits(PackLimits):
         padded: int = (clip.length % self.multiple != 0) | (clip.text_tokens % self.multiple != 0)
         return padded * self.lone_room
 
-    def overlong(self, clip: Any) -> str:
+    def length_text(self, clip: Any, seq_length: int) -> str:
         """Says why a clip is longer than a row."""
         room = self.masked_units(clip) * self.multiple
         masked = f" and {room} for a masked clip after it" if room else ""
         grid = f" ({'x'.join(map(str, clip.grid))})" if hasattr(clip, "grid") else ""  # a planned clip has none
-        return f"{clip.length} patches{grid}{masked}; a row holds packing.seq_length={self.tokens}"
+        return f"{clip.length} patches{grid}{masked}; a row holds packing.seq_length={seq_length}"
 
     def exceeded(self, clip: Any) -> str | None:
         """Says which limit besides patches a clip exceeds alone; None if it fits."""

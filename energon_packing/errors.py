@@ -106,8 +106,13 @@ def be_patient(seconds: float | None) -> contextlib.AbstractContextManager[Any]:
     """Sets how long each read of this thread, and of processes that it forks from now on, waits for its store
     (``data.storage_patience``); None ends it after `PAUSES`, as in commands that go on where they stopped. Holds for
     good, or inside the ``with`` that the call stands in."""
+    return holding(_PATIENCE, seconds)
+
+
+def holding[T](variable: ContextVar[T], value: T) -> contextlib.AbstractContextManager[Any]:
+    """Sets a variable at once; after the ``with`` that the call stands in, it is what it was."""
     back = contextlib.ExitStack()
-    back.callback(_PATIENCE.reset, _PATIENCE.set(seconds))
+    back.callback(variable.reset, variable.set(value))
     return back
 
 
@@ -190,13 +195,16 @@ def _is_away(error: OSError | MemoryError) -> bool:
     """Whether the store is away, not the one file: also if that is not there and its directory is gone or empty, as
     where a file system is not mounted."""
     if isinstance(error, FileNotFoundError | NotADirectoryError) and error.filename:
-        try:
-            with os.scandir(os.path.dirname(os.path.abspath(error.filename))) as found:
-                return next(found, None) is None
-        except NotADirectoryError:
-            return False
-        except OSError:
-            return True
+        return is_lost(os.path.dirname(os.path.abspath(error.filename)))
     if isinstance(error, OSError) and error.errno is not None:
         return fault_of(error) == "store" and error.errno not in _NO_FILES
     return isinstance(error, TimeoutError | ConnectionError | PermissionError)  # of a client; 403, keys that ran out
+
+
+def is_lost(folder: str) -> bool:
+    """Whether a folder is empty, gone, or may not be listed, as a mount point is without its file system."""
+    try:
+        with os.scandir(folder) as found:
+            return next(found, None) is None
+    except OSError as error:
+        return not isinstance(error, NotADirectoryError)

@@ -26,7 +26,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -146,8 +146,9 @@ def _refuse_graphs(model: Any, step: Any) -> None:
         raise ConfigError(f"cuda_graph_impl is 'transformer_engine': {why}; {fix}")
 
 
-@contextlib.contextmanager
-def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Iterator[None]:
+def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Any:
+    """A hook, until it is left, that adds what the host knows to the ``PackedSeqParams`` of the model."""
+
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
         if (params := keywords.get("packed_seq_params")) is None:
             return
@@ -162,8 +163,4 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
             groups = get_pg_collection(model)
             put_mask(params, local_padding_mask(on_device, params, groups, sequence_parallel=parallel))
 
-    handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return inner.register_forward_pre_hook(attach, with_kwargs=True)

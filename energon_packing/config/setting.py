@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import types
@@ -27,6 +28,7 @@ def setting[T](
     most: float = sys.float_info.max,
     changes: Effect = "lengths",
     stated: str = "",
+    above_zero: bool = False,
     place: bool = False,
     entries: tuple[str, ...] = (),
     by_family: bool = False,
@@ -38,7 +40,7 @@ def setting[T](
     Args:
         default: its value where nobody sets it.
         unit: of a number, for docs/settings.md.
-        least, most: bounds of a number, see `check_bounds`.
+        least, most, above_zero: bounds of a number, see `check_bounds`.
         changes: what depends on it. A field that does not say so counts as one that changes lengths.
         stated: entry of a loader's fingerprint that says what the value names; compared in place of the value.
         place: the value is an address, so that only ``stated`` tells two of them apart.
@@ -50,18 +52,21 @@ def setting[T](
     """
     given = {"changes": changes, "stated": stated, "place": place, "entries": entries, "by_family": by_family}
     given |= {"unit": unit, "least": least, "most": most, "newer": newer, "before": before}
+    given["above_zero"] = above_zero
     return dataclasses.field(default=default, metadata=given)
 
 
 def check_bounds(section: str, config: Any) -> None:
     """Checks the numbers of a section; None is within any bounds. Raises `ConfigError`: the first that is less than its
-    ``least`` or more than its ``most``, or infinite."""
+    ``least`` or more than its ``most``, or infinite; or not ``above_zero``, where it is to be."""
     for entry in dataclasses.fields(config):
         value, least = getattr(config, entry.name), entry.metadata.get("least")
         if value is not None and least is not None and not least <= value <= entry.metadata["most"]:
             most = entry.metadata["most"]
             bounds = f"at least {least}" if most == sys.float_info.max else f"from {least} to {most}"
             raise ConfigError(f"{section}.{entry.name} is {value}; it must be {bounds}.")
+        if value is not None and entry.metadata.get("above_zero") and not 0 < value < math.inf:
+            raise ConfigError(f"{section}.{entry.name} is {value}; it must be a number above 0.")
 
 
 def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:

@@ -36,15 +36,8 @@ from energon_packing.energon.internals import (
 from energon_packing.energon.samples import beneath
 from energon_packing.errors import ConfigError, refuse
 
-SECTIONS: dict[str, type] = {
-    "data": DataConfig,
-    "encoder": EncoderConfig,
-    "packing": PackingConfig,
-    "parallel": ParallelConfig,
-}
-FIELDS = {
-    f"{section}.{entry.name}": entry for section, config in SECTIONS.items() for entry in dataclasses.fields(config)
-}
+_SECTIONS = (("data", DataConfig), ("encoder", EncoderConfig), ("packing", PackingConfig), ("parallel", ParallelConfig))
+FIELDS = {f"{section}.{entry.name}": entry for section, config in _SECTIONS for entry in dataclasses.fields(config)}
 _ENTRIES = entries_of(EncoderConfig)
 FOLLOWS: dict[str, tuple[str, ...]] = {
     **{

@@ -147,11 +147,8 @@ def packed_step(step: Any) -> Any:
             for name, params in keywords["packed_seq_params"].items():
                 params.max_seqlen_q, params.max_seqlen_kv = clip, clip if name == "self_attention" else text
 
-        handle = innermost(model).register_forward_pre_hook(attach, with_kwargs=True)
-        try:
+        with innermost(model).register_forward_pre_hook(attach, with_kwargs=True):
             return step(state, iter((batch,)), model)
-        finally:
-            handle.remove()
 
     return forward_step
 

@@ -15,7 +15,6 @@ the alignment multiple, clip by clip.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,7 +57,7 @@ class TextToVideoConfig:
     with its tokenizer; empty if all records have stored embeddings."""
     device: str = setting("cpu", changes="nothing")
     """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
-    fps: float | None = None
+    fps: float | None = setting(None, above_zero=True)
     """Frames per second that are taken from a clip, those of a slower one more than once, which the ledger notes; None
     takes every frame, as Bridge's preparation does."""
     max_frames: int = setting(81, least=1)
@@ -72,7 +71,7 @@ class TextToVideoConfig:
     its ``--height``, ``--width`` and center crop; None keeps those of the clip, up to ``max_pixels``."""
     max_source_pixels: int = setting(120_000_000, changes="packs", least=1)
     """A frame with more pixels than this is refused before it is decoded."""
-    decode_seconds: float | None = setting(120.0, changes="packs")
+    decode_seconds: float | None = setting(120.0, changes="packs", above_zero=True)
     """Wall-clock limit for decoding one clip; None sets none."""
     decode_in_child: bool = setting(True, changes="nothing")
     """Whether clips are decoded in a child process, so that a decoder that hangs or crashes costs its clip alone."""
@@ -83,10 +82,6 @@ class TextToVideoConfig:
         if self.frame_size is not None and (len(self.frame_size) != 2 or min(self.frame_size) < 1):
             raise ConfigError(f"encoder.frame_size is {list(self.frame_size)}; name a height and a width.")
         check_bounds("encoder", self)
-        for name in ("fps", "decode_seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
         if self.compat != "none" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
             raise ConfigError(
                 f"encoder.max_text_tokens is {self.max_text_tokens}; with compat={self.compat} texts are padded to "

@@ -117,16 +117,14 @@ def holding[T](variable: ContextVar[T], value: T) -> contextlib.AbstractContextM
 
 
 def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
-    """Returns what ``read`` returns; after a failure of a store or of memory, on another try.
+    """Returns what ``read`` returns; after a failure of a store or of memory, on another try. Raises StoreAway: the
+    store failed for longer than a patient read waits (`be_patient`); OSError, MemoryError: of the last try, where
+    nobody is patient, or of the first, where another one does not help. Errors of multistorageclient and SQLite are
+    among them (`_of_system`). Others are raised at once.
 
     Args:
         place: what is read, for the sentences.
         forget: called after each failure; closes what may be in any state.
-
-    Raises:
-        StoreAway: the store failed for longer than a patient read waits (`be_patient`).
-        OSError, MemoryError: of the last try, where nobody is patient, or of the first, where another one does not
-            help. Errors of multistorageclient and SQLite are among them (`_of_system`). Others are raised at once.
     """
     began, told, tries = time.monotonic(), False, 0
     while True:

@@ -75,7 +75,7 @@ class NothingToPack(DropBudgetExceeded):
 
 
 class Ledger:
-    """Accounts for the samples of one worker.
+    """Accounts for the samples of one worker. Raises UserError: the file cannot be created, or a later write fails.
 
     Args:
         directory: where the worker's file is written; None writes no file.
@@ -90,9 +90,6 @@ class Ledger:
             workers of its rank.
         emitted: samples that left in a pack.
         reasons: number of dropped samples by reason.
-
-    Raises:
-        UserError: the file cannot be created, or a later write fails.
     """
 
     def __init__(

@@ -20,19 +20,13 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 
 
 def lock(file: IO[bytes] | IO[str], place: Path, *, wait: bool, byte: int | None = None) -> None:
-    """Locks an open file until it is closed.
+    """Locks an open file until it is closed. Raises BlockingIOError, PermissionError: another process has the lock;
+    OSError: another failure of the file system. Warns UserWarning: the file system has no locks.
 
     Args:
         place: that the lock is for, as the user knows it.
         wait: for another process that has the lock.
         byte: locks one byte of the file for this process (POSIX); None locks the open file (BSD).
-
-    Raises:
-        BlockingIOError, PermissionError: another process has the lock.
-        OSError: another failure of the file system.
-
-    Warns:
-        UserWarning: the file system has no locks.
     """
     how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
     try:

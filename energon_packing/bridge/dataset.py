@@ -306,10 +306,11 @@ def use_packed_data(
 
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
-    refuses together with that loss; no multi-token prediction (rule ours/no-multi-token-prediction); the
-    model's length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and
-    objective, the mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples
-    and tokens (rule ours/samples-per-step). Everything can be changed afterwards.
+    refuses together with that loss; no multi-token prediction (rule ours/no-multi-token-prediction); the model's
+    length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and objective, the
+    mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples and tokens (rule
+    ours/samples-per-step). Everything can be changed afterwards. Raises ConfigError: the recipe names no processor and
+    none is given.
 
     Args:
         cfg: a ``ConfigContainer``; changed in place. Its model decides the kind of sample.
@@ -322,9 +323,6 @@ def use_packed_data(
         pretrained_checkpoint: weights to begin with: a checkpoint that Bridge imported, or the model's Hugging Face
             directory; recipes for full training name none.
         directory: of the run, with ``checkpoints`` (saved, and continued from) and ``tb_logs``; Bridge's share one.
-
-    Raises:
-        ConfigError: the recipe names no processor and none is given.
     """
     length = seq_length or cfg.model.seq_length
     packs_already = any(getattr(cfg.dataset, name, None) for name in ("enable_offline_packing", "packing_buffer_size"))

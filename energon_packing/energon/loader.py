@@ -91,20 +91,12 @@ class LoaderBase(ABC):
         self._resumed = False  # whether the next epoch began before a saved state
 
     def __iter__(self) -> Iterator[Pack]:
-        """Yields packs, forever or for one epoch.
-
-        Raises:
-            UserError: a mistake that only a worker could detect, with the worker's message; or a worker was killed, or
-                lacks shared memory or files.
-            ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
-            DropBudgetExceeded: more was dropped beyond doubt than ``packing.drop_budget`` allows; or in a finite epoch
-                no sample reached a pack; with ``epoch_end``, on all ranks where one would end the epoch before
-                its first step.
-
-        Warns:
-            UserWarning: a reason drops a hundredth or more of a data set, or of one modality in it; or this rank had
-                nothing to read in an epoch of the other ranks.
-        """
+        """Yields packs, forever or for one epoch. Raises UserError: a mistake that only a worker could detect, with the
+        worker's message; or a worker was killed, or lacks shared memory or files; ConfigError: ``epoch_end`` needs the
+        other ranks, and ``torch.distributed`` is not initialised; DropBudgetExceeded: more was dropped beyond doubt
+        than ``packing.drop_budget`` allows; or in a finite epoch no sample reached a pack; with ``epoch_end``, on all
+        ranks where one would end the epoch before its first step. Warns UserWarning: a reason drops a hundredth or more
+        of a data set, or of one modality in it; or this rank had nothing to read in an epoch of the other ranks."""
         if self._lock is not None:
             self._lock.hold()
         self._pool()

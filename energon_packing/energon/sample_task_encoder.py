@@ -146,6 +146,8 @@ class SampleBatch(Batch):
 
 class MixedTaskEncoder(PackingTaskEncoder):
     """Conversations with images and videos in any order and number; the classes below accept fewer kinds of media.
+    Raises ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is
+    invalid.
 
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
@@ -154,9 +156,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
         ledger, drop_budget, max_drops_without_pack: as in ``packing``; without a ledger, drops are in the batches only.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are tried before our own.
-
-    Raises:
-        ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is invalid.
     """
 
     aligns_rows = False

@@ -142,14 +142,12 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
-        """Energon's hook; here the packing window replaces the batcher.
+        """Energon's hook; here the packing window replaces the batcher. Raises ConfigError: a batch size above 1 (THD
+        rows reach context-parallel slicing one at a time), a function of a subclass that may fail without limit, or as
+        for `packed`.
 
         Args:
             batch_size: None for packs, 1 for batches of one pack each.
-
-        Raises:
-            ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a time), a function of a
-                subclass that may fail without limit, or as for `packed`.
         """
         refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
@@ -283,7 +281,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
 
 class PackingTaskEncoder(WindowTaskEncoder):
-    """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
+    """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract. Raises
+    ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
 
     Args:
         encoder: processor, prompt and limits, which are lowered to those of a pack; or your own encoders
@@ -296,9 +295,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
         cost: of samples; None is that of ``packing.cost_model``.
-
-    Raises:
-        ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
     """
 
     packing: PackingConfig

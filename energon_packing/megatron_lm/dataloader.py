@@ -72,15 +72,13 @@ class StageBatch:
 
 
 def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[int], int] = int) -> StageBatch:
-    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
+    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often. Raises PackingError:
+    the iterator yields something other than packs.
 
     Args:
         whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
             slice the embeddings after pixels are inserted.
         width: tokens of a row -> tokens that the model needs, at least as many; a masked segment fills the row up.
-
-    Raises:
-        PackingError: the iterator yields something other than packs.
     """
     from megatron.core import parallel_state
 
@@ -445,16 +443,13 @@ def parse_and_validate_args(
 def train_valid_test_datasets_provider(
     train_val_test_num_samples: tuple[int | None, ...], vp_stage: int | None = None
 ) -> tuple[PackDataloader | None, PackDataloader | None, PackDataloader | None]:
-    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` to pass to ``pretrain``.
-
-    This is a collective call: all ranks make it, as in ``pretrain``.
+    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` to pass to ``pretrain``. This is a
+    collective call: all ranks make it, as in ``pretrain``. Raises UserError: no data set, a missing split, an unusable
+    processor, or a state that is missing or does not fit.
 
     Args:
         train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0, nor for training
             with ``--skip-train``.
-
-    Raises:
-        UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches

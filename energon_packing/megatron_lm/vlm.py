@@ -31,7 +31,8 @@ __all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
-    """One micro-batch forward, as Megatron-LM's schedules call it.
+    """One micro-batch forward, as Megatron-LM's schedules call it. Raises ConfigError: a schedule plan is requested, or
+    the processor does not fit the model.
 
     Args:
         model: a ``LLaVAModel`` or a model with Hugging Face's argument names, wrapped or not.
@@ -39,9 +40,6 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
     Returns:
         Token losses on the last stage, hidden states elsewhere; and the loss function.
-
-    Raises:
-        ConfigError: a schedule plan is requested, or the processor does not fit the model.
     """
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 

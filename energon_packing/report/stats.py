@@ -245,7 +245,8 @@ def packings(
     ranks: int = 1,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Packs the samples as the run does, and under every combination of other settings.
+    """Packs the samples as the run does, and under every combination of other settings. Raises ConfigError: a
+    ``seq_length`` is not a multiple of the alignment.
 
     Args:
         windows: samples held online, besides the run's; a plan is added to each combination where all samples were
@@ -259,9 +260,6 @@ def packings(
         and all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half
         the width of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has.
         ``fills``: of each replicate; ``part``: how much of their variance the error of drawing is.
-
-    Raises:
-        ConfigError: a ``seq_length`` is not a multiple of the alignment.
     """
     own = run.packing.seq_length, run.parallel.multiple
     for row, multiple in dict.fromkeys([own, *itertools.product(seq_lengths or own[:1], multiples or own[1:])]):

@@ -86,13 +86,9 @@ _LONGEST = 300  # characters of an example's detail
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedSample:
-    """A source key that reaches no pack, and why.
-
-    Attributes:
-        reason, detail: see `SampleRejected`.
-        data: path of its data set; empty if unknown.
-        modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.
-    """
+    """A source key that reaches no pack, and why: ``reason`` and ``detail`` as of `SampleRejected`, ``data`` the path
+    of its data set (empty if unknown), ``modality`` as of `energon_packing.conversation.Conversation.modality` (empty
+    if the record could not be read)."""
 
     key: str
     reason: str
@@ -126,12 +122,8 @@ class FrequentDrops:
         return sum(self._dropped.values(), Counter())
 
     def news(self, *, final: bool = False, claim: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """The sentences that are due and were not given before.
-
-        Args:
-            final: all samples are counted, so that few are no chance.
-            claim: asked for each by its name; False leaves the telling to somebody else, for good.
-        """
+        """The sentences that are due and were not given before; ``final`` if all samples are counted, so that few are
+        no chance. ``claim`` is asked for each by its name; False leaves the telling to somebody else, for good."""
         due = []
         for (data, reason), by_modality in self._dropped.items():
             for modality in ("", *by_modality):
@@ -242,14 +234,10 @@ class Shares:
 
 
 def over_budget(dropped: float, read: float, budget: float, *, looks: int = 1) -> bool:
-    """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read.
-
-    Args:
-        dropped: samples dropped so far.
-        read: all samples read so far: dropped, emitted, or still held in the window.
-        budget: share that may be dropped; 0 allows no drop at all, 1 allows everything.
-        looks: questions of this kind that share the chance `FALSE_STOP`; 0 if all data were read.
-    """
+    """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read. 0
+    allows no drop at all, 1 everything. ``read`` are all samples read so far, those dropped included: emitted, or still
+    held in the window. ``looks`` are the questions of this kind that share the chance `FALSE_STOP`; 0 if all data were
+    read."""
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
     if not looks:

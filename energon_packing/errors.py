@@ -69,13 +69,9 @@ def refuse(*mistakes: tuple[object, str]) -> None:
 
 
 class SampleRejected(Exception):
-    """One sample cannot be used.
-
-    Args:
-        reason: a short, stable word for counting, such as ``"missing_media"`` or ``"oversize"``.
-        detail: one sentence for a reader, with the values.
-        length: tokens of the sample if it is rejected for its length, for use by programs; None otherwise.
-    """
+    """One sample cannot be used: ``reason`` is a short, stable word for counting, such as ``"missing_media"`` or
+    ``"oversize"``; ``detail`` one sentence for a reader, with the values; ``length`` the tokens of the sample if it is
+    rejected for its length, for use by programs, None otherwise."""
 
     def __init__(self, reason: str, detail: str, length: int | None = None) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -117,15 +113,11 @@ def holding[T](variable: ContextVar[T], value: T) -> contextlib.AbstractContextM
 
 
 def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
-    """Returns what ``read`` returns; after a failure of a store or of memory, on another try. Raises StoreAway: the
-    store failed for longer than a patient read waits (`be_patient`); OSError, MemoryError: of the last try, where
-    nobody is patient, or of the first, where another one does not help. Errors of multistorageclient and SQLite are
-    among them (`_of_system`). Others are raised at once.
-
-    Args:
-        place: what is read, for the sentences.
-        forget: called after each failure; closes what may be in any state.
-    """
+    """Returns what ``read`` returns; after a failure of a store or of memory, on another try. ``place`` is what is
+    read, for the sentences; ``forget`` is called after each failure, and closes what may be in any state. Raises
+    StoreAway: the store failed for longer than a patient read waits (`be_patient`); OSError, MemoryError: of the last
+    try, where nobody is patient, or of the first, where another one does not help. Errors of multistorageclient and
+    SQLite are among them (`_of_system`). Others are raised at once."""
     began, told, tries = time.monotonic(), False, 0
     while True:
         try:

@@ -14,14 +14,10 @@ LONGEST_NUMBER = 64  # characters of a number
 
 
 def load_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
-    """Returns the plain values of a YAML text; everything that `yaml.safe_load` refuses is refused too. Raises
-    yaml.YAMLError: it is not YAML, or a key occurs twice, a number is too long, or aliases repeat too much; it has the
-    place (``problem_mark``); ValueError: it is too long, or holds an impossible date; RecursionError: it is nested too
-    deeply.
-
-    Args:
-        most_values: that it may hold, with each alias counted as what it names.
-    """
+    """Returns the plain values of a YAML text, ``most_values`` at most, with each alias counted as what it names;
+    everything that `yaml.safe_load` refuses is refused too. Raises yaml.YAMLError: it is not YAML, or a key occurs
+    twice, a number is too long, or aliases repeat too much; it has the place (``problem_mark``); ValueError: it is too
+    long, or holds an impossible date; RecursionError: it is nested too deeply."""
     import yaml
 
     if len(text) > LARGEST_TEXT:

@@ -51,15 +51,11 @@ _CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_produ
 def forward_step(
     state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """One micro-batch forward, as Bridge calls it; returns the model's output and its loss function. Raises
-    ConfigError: a schedule plan is asked for with packed rows, whose boundaries only the plans of ``gpt_step`` of 0.7
-    take; the model's forward does not take what the family's processor makes per token; or a router would take a packed
-    row for one sequence.
-
-    Args:
-        data_iterator: yields batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
-        model: the model chunk of this rank, wrapped or not.
-    """
+    """One micro-batch forward, as Bridge calls it: ``data_iterator`` yields batches as `PackedBatch.to_bridge` makes
+    them (those of other data sets pass through), and ``model`` is the model chunk of this rank, wrapped or not. Returns
+    the model's output and its loss function. Raises ConfigError: a schedule plan is asked for with packed rows, whose
+    boundaries only the plans of ``gpt_step`` of 0.7 take; the model's forward does not take what the family's processor
+    makes per token; or a router would take a packed row for one sequence."""
     inner = innermost(model)
     repair_rotary(inner)
     # Here and not above: gpt_step imports the distillation package, which vision runs need not have.

@@ -393,13 +393,9 @@ class RunConfig:
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
-    """Reads a configuration file. Raises ConfigError: the file is missing, is not YAML, or holds an unknown key or an
-    impossible value.
-
-    Args:
-        path: YAML file; None starts from the defaults.
-        overrides: ``section.key=value`` strings, applied in order; values are YAML.
-    """
+    """Reads a configuration from a YAML file (None starts from the defaults), and the overrides ``section.key=value``,
+    whose values are YAML, in order. Raises ConfigError: the file is missing, is not YAML, or holds an unknown key or an
+    impossible value."""
     values, where = load_values(path, overrides)
     return from_mapping(RunConfig, values, where=where)
 

@@ -559,14 +559,10 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> LoaderBase:
-    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`. Raises
-    ConfigError: ``data.path`` is not set, or as `build_dataset` and `energon_packing.open_loader`.
-
-    Args:
-        prefetch, agree: as for `PackLoader`.
-        task_encoder, data_parallel_group, arguments: as for `build_dataset`; of a plan or of packs made from one, as
-            for `energon_packing.open_loader`, which opens them.
-    """
+    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`.
+    ``prefetch`` and ``agree`` are as for `PackLoader`, all other arguments as for `build_dataset`; of a plan or of
+    packs made from one, as for `energon_packing.open_loader`, which opens them. Raises ConfigError: ``data.path`` is
+    not set, or as these two."""
     path = config.data.path
     if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)

@@ -47,12 +47,8 @@ class Problem:
 
 @edataclass
 class ConversationSample(Sample):
-    """A conversation and the store that holds its media.
-
-    Attributes:
-        conversation: None if the record could not be read; ``problem`` then tells why.
-        store: maps the name of an image or video to ``(bytes, source)``; None for text.
-    """
+    """A conversation, None if the record could not be read (``problem`` then tells why), and the store that maps the
+    name of an image or video to ``(bytes, source)``, None for text."""
 
     conversation: Conversation | None
     store: FileStore | None = None

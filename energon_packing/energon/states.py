@@ -213,13 +213,10 @@ def _bytes_of(text: str, encoding: str) -> bytes:
 
 
 def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
-    """Returns the state in a file, read by an unpickler that accepts only the classes of such states. Raises
-    ConfigError: there is no such file, or it is empty, cut off, damaged, or contains something else.
-
-    Args:
-        missing: what the user can do where there is no such file; the end of a sentence.
-        bare: whether the file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it.
-    """
+    """Returns the state in a file, read by an unpickler that accepts only the classes of such states; if ``bare``, the
+    file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it. Raises ConfigError: there is
+    no such file (``missing`` is what the user can do then, the end of a sentence), or it is empty, cut off, damaged, or
+    contains something else."""
     if not path.is_file():
         raise ConfigError(f"There is no state of the loader at {path}; {missing}")
     if path.stat().st_size == 0:

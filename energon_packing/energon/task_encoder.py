@@ -142,13 +142,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
-        """Energon's hook; here the packing window replaces the batcher. Raises ConfigError: a batch size above 1 (THD
-        rows reach context-parallel slicing one at a time), a function of a subclass that may fail without limit, or as
-        for `packed`.
-
-        Args:
-            batch_size: None for packs, 1 for batches of one pack each.
-        """
+        """Energon's hook; here the packing window replaces the batcher. ``batch_size`` is None for packs, 1 for batches
+        of one pack each. Raises ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a
+        time), a function of a subclass that may fail without limit, or as for `packed`."""
         refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")

@@ -72,14 +72,10 @@ class StageBatch:
 
 
 def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[int], int] = int) -> StageBatch:
-    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often. Raises PackingError:
-    the iterator yields something other than packs.
-
-    Args:
-        whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
-            slice the embeddings after pixels are inserted.
-        width: tokens of a row -> tokens that the model needs, at least as many; a masked segment fills the row up.
-    """
+    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often. As a ``whole_row``, it
+    has all token fields on every stage, not sliced for context parallelism: for vision models, which slice the
+    embeddings after pixels are inserted. ``width`` gives the tokens that the model needs for those of a row, at least
+    as many; a masked segment fills the row up. Raises PackingError: the iterator yields something other than packs."""
     from megatron.core import parallel_state
 
     row = next(data_iterator)
@@ -381,14 +377,10 @@ def packs_left(args: Any, ranks: int) -> int | None:
 def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     """Returns the loader's state for the checkpoint that this run continues from; None for a new run. Every rank of a
     replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
-    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``. Raises
-    ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
-    contains something else.
-
-    Args:
-        data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
-            the one that a run with or without pipeline stages saved if there is none with this run's name.
-    """
+    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``; None
+    takes the first rank's, which of a plan is that of all ranks, and the one that a run with or without pipeline stages
+    saved if there is none with this run's name. Raises ConfigError: the run continues and there is no state, unless
+    ``--packing-restart-data`` allows this; or the file contains something else."""
     if not args.iteration or args.packing_restart_data:
         return None
     from megatron.training.checkpointing import get_checkpoint_name
@@ -444,13 +436,9 @@ def train_valid_test_datasets_provider(
     train_val_test_num_samples: tuple[int | None, ...], vp_stage: int | None = None
 ) -> tuple[PackDataloader | None, PackDataloader | None, PackDataloader | None]:
     """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` to pass to ``pretrain``. This is a
-    collective call: all ranks make it, as in ``pretrain``. Raises UserError: no data set, a missing split, an unusable
-    processor, or a state that is missing or does not fit.
-
-    Args:
-        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0, nor for training
-            with ``--skip-train``.
-    """
+    collective call: all ranks make it, as in ``pretrain``. Given are the rows that Megatron-LM will ask for; no loader
+    is built for 0, nor for training with ``--skip-train``. Raises UserError: no data set, a missing split, an unusable
+    processor, or a state that is missing or does not fit."""
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args

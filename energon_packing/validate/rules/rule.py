@@ -42,12 +42,9 @@ class Versioned:
 
 @dataclass(frozen=True, slots=True)
 class SourceLine(Versioned):
-    """The place of a rule in the source of the program that it is about.
-
-    Attributes:
-        file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
-        says: text that the file contains, part of one line.
-    """
+    """The place of a rule in the source of the program that it is about: a file from the root of its package
+    (``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``), and a text that it contains, part of
+    one line."""
 
     file: str
     says: str

@@ -34,8 +34,7 @@ TIMEOUT, CRASH, ENDED = "decode_timeout", "decoder_crashed", "decoder_ended"
 nothing, since the memory killer may have ended the decoder."""
 WISHED = ("pair", "labelled_answer", "unwanted_answer")
 """Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
-QUARANTINED = "quarantined"
-"""Why later runs drop such a sample."""
+QUARANTINED = "quarantined"  # why later runs drop such a sample
 SETTING_OF: Mapping[str, str | None] = {
     **dict.fromkeys((
         "bad_record", "bad_text", "corrupt_media", "corrupt_tensor", "decoder_crashed", "decoder_ended", "empty_answer",
@@ -71,33 +70,25 @@ SETTING_OF: Mapping[str, str | None] = {
 
 FALSE_STOP = 1e-6
 """Chance that each share ever stops a run whose true share is within the budget, but for what it holds (above)."""
-RECENT = 100_000
-"""Samples of all readers that the share of late has at least; twice as many at most."""
+RECENT = 100_000  # samples of all readers that the share of late has at least; twice as many at most
 
 BUDGET_STARTS_AT = 200
 """Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
 file."""
-SHARE = 0.01
-"""Of a data set, or of one modality in it: a reason that drops this much is told."""
+SHARE = 0.01  # of a data set, or of one modality in it: a reason that drops this much is told
 FEWEST_READ = 200
 """Samples of a data set that are read before a run is told of anything: the first of a shard may be alike."""
-FEWEST_DROPPED = 5
-"""Drops by one reason before a run is told of them: fewer are chance."""
+FEWEST_DROPPED = 5  # drops by one reason before a run is told of them: fewer are chance
 _AT_ONCE = "template_omits"
 """Told with the first sample: the configuration is the cause, so that all samples of this kind will follow."""
-_LONGEST = 300
-"""Characters of an example's detail."""
+_LONGEST = 300  # characters of an example's detail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedSample:
-    """A source key that reaches no pack, and why.
-
-    Attributes:
-        reason, detail: see `SampleRejected`.
-        data: path of its data set; empty if unknown.
-        modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.
-    """
+    """A source key that reaches no pack, and why: ``reason`` and ``detail`` as of `SampleRejected`, ``data`` the path
+    of its data set (empty if unknown), ``modality`` as of `energon_packing.conversation.Conversation.modality` (empty
+    if the record could not be read)."""
 
     key: str
     reason: str
@@ -131,12 +122,8 @@ class FrequentDrops:
         return sum(self._dropped.values(), Counter())
 
     def news(self, *, final: bool = False, claim: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """The sentences that are due and were not given before.
-
-        Args:
-            final: all samples are counted, so that few are no chance.
-            claim: asked for each by its name; False leaves the telling to somebody else, for good.
-        """
+        """The sentences that are due and were not given before; ``final`` if all samples are counted, so that few are
+        no chance. ``claim`` is asked for each by its name; False leaves the telling to somebody else, for good."""
         due = []
         for (data, reason), by_modality in self._dropped.items():
             for modality in ("", *by_modality):
@@ -209,7 +196,6 @@ def unwished(reasons: Mapping[str, int], read: int) -> tuple[Counter[str], int]:
 
 class Shares:
     """Samples read and dropped by all readers of a run, without the `WISHED`, in memory that a rank's workers share.
-
     Each worker has four numbers: read and dropped since the beginning, and of late. A loader keeps those of all other
     ``ranks`` together (``others``); without it, the readers are those of this rank."""
 
@@ -229,9 +215,7 @@ class Shares:
 
     def over(self, row: Sequence[int], readers: int, budget: float) -> tuple[int, int, bool] | None:
         """What is over the budget, asked by the reader with this row: samples dropped and read, and whether of late.
-
-        Readers have equal shares. So the others count as at least as far as this one, whose drops take no time.
-        """
+        Readers have equal shares. So the others count as at least as far as this one, whose drops take no time."""
         pooled = [mine + others for mine, others in zip(self.own(), self.others, strict=True)]
         # The share of late begins anew with each reader's stretch; the chances of all of them add up to `FALSE_STOP`.
         stretch = 1 + row[0] * readers // RECENT
@@ -250,14 +234,10 @@ class Shares:
 
 
 def over_budget(dropped: float, read: float, budget: float, *, looks: int = 1) -> bool:
-    """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read.
-
-    Args:
-        dropped: samples dropped so far.
-        read: all samples read so far: dropped, emitted, or still held in the window.
-        budget: share that may be dropped; 0 allows no drop at all, 1 allows everything.
-        looks: questions of this kind that share the chance `FALSE_STOP`; 0 if all data were read.
-    """
+    """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read. 0
+    allows no drop at all, 1 everything. ``read`` are all samples read so far, those dropped included: emitted, or still
+    held in the window. ``looks`` are the questions of this kind that share the chance `FALSE_STOP`; 0 if all data were
+    read."""
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
     if not looks:

@@ -17,8 +17,7 @@ from typing import Any, Literal
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _DISK = (*FULL, errno.EROFS, errno.EFBIG)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
-UNWRITABLE = (*_DISK, errno.EIO)
-"""Error numbers of a disk that takes no more."""
+UNWRITABLE = (*_DISK, errno.EIO)  # error numbers of a disk that takes no more
 _FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES),
     *(errno.EPERM, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP),
@@ -70,13 +69,9 @@ def refuse(*mistakes: tuple[object, str]) -> None:
 
 
 class SampleRejected(Exception):
-    """One sample cannot be used.
-
-    Args:
-        reason: a short, stable word for counting, such as ``"missing_media"`` or ``"oversize"``.
-        detail: one sentence for a reader, with the values.
-        length: tokens of the sample if it is rejected for its length, for use by programs; None otherwise.
-    """
+    """One sample cannot be used: ``reason`` is a short, stable word for counting, such as ``"missing_media"`` or
+    ``"oversize"``; ``detail`` one sentence for a reader, with the values; ``length`` the tokens of the sample if it is
+    rejected for its length, for use by programs, None otherwise."""
 
     def __init__(self, reason: str, detail: str, length: int | None = None) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -93,8 +88,7 @@ class PackingError(RuntimeError):
     """An invariant of the packer is broken: an invalid partition, or a length that differs from its prediction."""
 
 
-PAUSES = (0.1, 0.4, 1.6)
-"""Seconds before the second, third and fourth try."""
+PAUSES = (0.1, 0.4, 1.6)  # seconds before the second, third and fourth try
 LATER_PAUSE = 5.0  # seconds before each further try of a patient read
 
 _PATIENCE: ContextVar[float | None] = ContextVar("patience", default=None)
@@ -108,23 +102,22 @@ def be_patient(seconds: float | None) -> contextlib.AbstractContextManager[Any]:
     """Sets how long each read of this thread, and of processes that it forks from now on, waits for its store
     (``data.storage_patience``); None ends it after `PAUSES`, as in commands that go on where they stopped. Holds for
     good, or inside the ``with`` that the call stands in."""
+    return holding(_PATIENCE, seconds)
+
+
+def holding[T](variable: ContextVar[T], value: T) -> contextlib.AbstractContextManager[Any]:
+    """Sets a variable at once; after the ``with`` that the call stands in, it is what it was."""
     back = contextlib.ExitStack()
-    back.callback(_PATIENCE.reset, _PATIENCE.set(seconds))
+    back.callback(variable.reset, variable.set(value))
     return back
 
 
 def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], None] | None = None) -> T:
-    """Returns what ``read`` returns; after a failure of a store or of memory, on another try.
-
-    Args:
-        place: what is read, for the sentences.
-        forget: called after each failure; closes what may be in any state.
-
-    Raises:
-        StoreAway: the store failed for longer than a patient read waits (`be_patient`).
-        OSError, MemoryError: of the last try, where nobody is patient, or of the first, where another one does not
-            help. Errors of multistorageclient and SQLite are among them (`_of_system`). Others are raised at once.
-    """
+    """Returns what ``read`` returns; after a failure of a store or of memory, on another try. ``place`` is what is
+    read, for the sentences; ``forget`` is called after each failure, and closes what may be in any state. Raises
+    StoreAway: the store failed for longer than a patient read waits (`be_patient`); OSError, MemoryError: of the last
+    try, where nobody is patient, or of the first, where another one does not help. Errors of multistorageclient and
+    SQLite are among them (`_of_system`). Others are raised at once."""
     began, told, tries = time.monotonic(), False, 0
     while True:
         try:
@@ -192,13 +185,16 @@ def _is_away(error: OSError | MemoryError) -> bool:
     """Whether the store is away, not the one file: also if that is not there and its directory is gone or empty, as
     where a file system is not mounted."""
     if isinstance(error, FileNotFoundError | NotADirectoryError) and error.filename:
-        try:
-            with os.scandir(os.path.dirname(os.path.abspath(error.filename))) as found:
-                return next(found, None) is None
-        except NotADirectoryError:
-            return False
-        except OSError:
-            return True
+        return is_lost(os.path.dirname(os.path.abspath(error.filename)))
     if isinstance(error, OSError) and error.errno is not None:
         return fault_of(error) == "store" and error.errno not in _NO_FILES
     return isinstance(error, TimeoutError | ConnectionError | PermissionError)  # of a client; 403, keys that ran out
+
+
+def is_lost(folder: str) -> bool:
+    """Whether a folder is empty, gone, or may not be listed, as a mount point is without its file system."""
+    try:
+        with os.scandir(folder) as found:
+            return next(found, None) is None
+    except OSError as error:
+        return not isinstance(error, NotADirectoryError)

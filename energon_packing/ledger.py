@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from energon_packing import drops
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK
+from energon_packing.config.run import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drops import RECENT, WISHED, DroppedSample, Shares, unwished
 from energon_packing.errors import UserError, some_of
 from energon_packing.line_file import LineFile, lock, read_lines
@@ -75,7 +75,7 @@ class NothingToPack(DropBudgetExceeded):
 
 
 class Ledger:
-    """Accounts for the samples of one worker.
+    """Accounts for the samples of one worker. Raises UserError: the file cannot be created, or a later write fails.
 
     Args:
         directory: where the worker's file is written; None writes no file.
@@ -90,9 +90,6 @@ class Ledger:
             workers of its rank.
         emitted: samples that left in a pack.
         reasons: number of dropped samples by reason.
-
-    Raises:
-        UserError: the file cannot be created, or a later write fails.
     """
 
     def __init__(
@@ -147,14 +144,10 @@ class Ledger:
         return counted
 
     def begin(self, **marks: Any) -> None:
-        """Marks where a run begins, or goes on from a saved state.
-
-        Args:
-            marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``ranks``, ``from`` (number of
-                the next pack), ``resumed``, ``samples`` (after which one may come again where data repeat), ``times``
-                (that one may come in a finite epoch) and ``ahead`` (most samples in its shuffle buffer), or
-                ``packs_of_plan``.
-        """
+        """Marks where a run begins, or goes on from a saved state. Of the marks there are ``run`` (of all workers the
+        same), ``rank``, ``worker``, and either ``ranks``, ``from`` (number of the next pack), ``resumed``, ``samples``
+        (after which one may come again where data repeat), ``times`` (that one may come in a finite epoch) and
+        ``ahead`` (most samples in its shuffle buffer), or ``packs_of_plan``."""
         self._marked = True
         self._run = str(marks.get("run", self._run))
         self._write(marks | ({"of": self._of} if self._of and marks.get("resumed") else {}) | {"time": time.time()})
@@ -238,12 +231,9 @@ class Ledger:
         return {"read": self.read, "reasons": dict(self.reasons), **late, **({"run": self._run} if self._file else {})}
 
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
-        """Resumes counting from a saved state; samples read after it was saved are read and counted again.
-
-        Args:
-            counts: `counts` of the state; None for one of an older release.
-            held: without counts, the samples in the state's window, which count as read and are not read again.
-        """
+        """Resumes counting from the `counts` of a saved state, None of one of an older release: then the samples
+        ``held`` in the state's window count as read, and are not read again. Samples read after it was saved are read
+        and counted again."""
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
         self._of = None if counts is None else counts.get("run")
@@ -510,11 +500,8 @@ def _unreadable(place: Path, error: OSError) -> UserError:
 
 class _Worker:
     """Lines of one file that still hold: of the plan or of the run that is chosen, and of those that it goes on from.
-
-    Attributes:
-        name: of the beginning that the last mark follows from: the run that began the data, or a plan.
-        age: time of the last mark and number of marks, of which the largest is the newest.
-    """
+    ``name`` is that of the beginning that the last mark follows from: the run that began the data, or a plan; ``age``
+    the time of the last mark and the number of marks, of which the largest is the newest."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []

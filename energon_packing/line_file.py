@@ -20,20 +20,10 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 
 
 def lock(file: IO[bytes] | IO[str], place: Path, *, wait: bool, byte: int | None = None) -> None:
-    """Locks an open file until it is closed.
-
-    Args:
-        place: that the lock is for, as the user knows it.
-        wait: for another process that has the lock.
-        byte: locks one byte of the file for this process (POSIX); None locks the open file (BSD).
-
-    Raises:
-        BlockingIOError, PermissionError: another process has the lock.
-        OSError: another failure of the file system.
-
-    Warns:
-        UserWarning: the file system has no locks.
-    """
+    """Locks an open file until it is closed: one ``byte`` of it for this process (POSIX), or the open file (BSD).
+    ``place`` is what the lock is for, as the user knows it. Raises BlockingIOError, PermissionError: another process
+    has the lock, for which it is not to ``wait``; OSError: another failure of the file system. Warns UserWarning: it
+    has no locks."""
     how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
     try:
         if byte is None:
@@ -54,11 +44,9 @@ _BLOCK = 1 << 16
 
 
 class LineFile:
-    """Appends whole lines to a file, made with its directories if missing. Raises OSError: it cannot be written.
-
-    A last line that lacks its end, as a kill or a full disk leaves it, is moved to ``NAME.cut`` beside the file when it
-    is opened, so it is neither read as an entry nor joined to the next.
-    """
+    """Appends whole lines to a file, made with its directories if missing. Raises OSError: it cannot be written. A last
+    line that lacks its end, as a kill or a full disk leaves it, is moved to ``NAME.cut`` beside the file when it is
+    opened, so it is neither read as an entry nor joined to the next."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

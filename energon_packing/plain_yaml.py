@@ -4,31 +4,20 @@ refuses them with the line."""
 
 from typing import Any
 
-LARGEST_TEXT = 64 * 2**20
-"""Bytes of a file; lists of shards are the longest that are read."""
+LARGEST_TEXT = 64 * 2**20  # bytes of a file; lists of shards are the longest that are read
 FAST_FROM = 2**16
 """Characters from which libyaml parses, if PyYAML was built with it: its messages are terser, and it is ten times as
 fast. Nodes are made by Python's composer all the same, as fast: libyaml's own ends the process where they lie deep."""
-MOST_VALUES = 100_000
-"""Values of a configuration with each alias counted as what it names."""
-MOST_OF_DATA = 5_000_000
-"""The same for a metadataset or a list of shards."""
-LONGEST_NUMBER = 64
-"""Characters of a number."""
+MOST_VALUES = 100_000  # values of a configuration with each alias counted as what it names
+MOST_OF_DATA = 5_000_000  # the same for a metadataset or a list of shards
+LONGEST_NUMBER = 64  # characters of a number
 
 
 def load_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
-    """Returns the plain values of a YAML text; everything that `yaml.safe_load` refuses is refused too.
-
-    Args:
-        most_values: that it may hold, with each alias counted as what it names.
-
-    Raises:
-        yaml.YAMLError: it is not YAML, or a key occurs twice, a number is too long, or aliases repeat too much; it has
-            the place (``problem_mark``).
-        ValueError: it is too long, or holds an impossible date.
-        RecursionError: it is nested too deeply.
-    """
+    """Returns the plain values of a YAML text, ``most_values`` at most, with each alias counted as what it names;
+    everything that `yaml.safe_load` refuses is refused too. Raises yaml.YAMLError: it is not YAML, or a key occurs
+    twice, a number is too long, or aliases repeat too much; it has the place (``problem_mark``); ValueError: it is too
+    long, or holds an impossible date; RecursionError: it is nested too deeply."""
     import yaml
 
     if len(text) > LARGEST_TEXT:

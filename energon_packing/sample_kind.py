@@ -21,10 +21,8 @@ if TYPE_CHECKING:  # conversion and planning need neither torch nor Energon
 
     from energon_packing.packing.model_cost import ModelCost
 
-AnyRun = Any
-"""A configuration: `SampleKind.run_class` of some kind."""
-NO_ROW = 2**30
-"""Tokens of the row that samples are measured for: none is too long for it."""
+AnyRun = Any  # a configuration: `SampleKind.run_class` of some kind
+NO_ROW = 2**30  # tokens of the row that samples are measured for: none is too long for it
 
 
 class SampleKind(ABC):
@@ -147,10 +145,6 @@ class SampleKind(ABC):
     @abstractmethod
     def planned_limits(self, decided: Mapping[str, Any], encoder: Any) -> Any:
         """Returns the limits of packs from `PlanFacts.decided` and a task encoder with the plan's settings."""
-
-    @abstractmethod
-    def too_long(self, size: Any, limits: Any, run: Any) -> str:
-        """Says why a sample is longer than a row, in the words of the online loader."""
 
     def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
         """Returns of the encoder's fingerprint what stored packs depend on: all but what the loader still decides."""

@@ -4,12 +4,12 @@ Energon and Bridge import, and call, what a YAML names: a data set brings Python
 and of a package that is allowed as a whole one function is enough to run any text. docs/security.md lists every road.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, holding
 
 _TRUSTED: ContextVar[bool | None] = ContextVar("trusted", default=None)
 _FLAVORS = "Captioning Image ImageClassification Interleaved MultiChoiceVQA OCR SimilarityInterleaved Text VQA VidQA"
@@ -21,14 +21,9 @@ ENERGON_CLASSES = frozenset(
 """Classes that a data set may name, in ``megatron.energon`` or a module of it: none runs code that lies in the data."""
 
 
-@contextlib.contextmanager
-def trusting(trusts: bool = True) -> Iterator[None]:
+def trusting(trusts: bool = True) -> AbstractContextManager[Any]:
     """Inside, code that files name runs only if the user ``trusts`` them, or did so outside."""
-    token = _TRUSTED.set(trusts or bool(_TRUSTED.get()))
-    try:
-        yield
-    finally:
-        _TRUSTED.reset(token)
+    return holding(_TRUSTED, trusts or bool(_TRUSTED.get()))
 
 
 def refuse_code(file: str, text: str, named: str, why: str) -> None:
@@ -55,12 +50,10 @@ def mappings_in(value: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def check_data_set(file: str, content: bytes, values: Any) -> None:
-    """Refuses a metadataset, or the ``dataset.yaml`` of a data set, that names code; only inside `trusting`.
-
-    Energon's ``JsonParser`` instantiates a mapping with ``__module__`` wherever it stands, in subflavors too. Raises
-    ConfigError: it names another class than `ENERGON_CLASSES`, a function, a Python file, or a decoder, which unpickles
-    members of samples.
-    """
+    """Refuses a metadataset, or the ``dataset.yaml`` of a data set, that names code; only inside `trusting`. Energon's
+    ``JsonParser`` instantiates a mapping with ``__module__`` wherever it stands, in subflavors too. Raises ConfigError:
+    it names another class than `ENERGON_CLASSES`, a function, a Python file, or a decoder, which unpickles members of
+    samples."""
     if _TRUSTED.get() is not False:
         return
     text = content.decode("utf-8", "replace")

@@ -20,7 +20,7 @@ from energon_packing.config import (
     load_config,
     to_mapping,
 )
-from energon_packing.config.counterparts import COUNTERPARTS
+from energon_packing.config.setting import COUNTERPARTS
 from energon_packing.errors import ConfigError
 
 MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()

@@ -121,11 +121,9 @@ class MicroBatchForm:
 @dataclass(kw_only=True)
 class PackedEnergonDatasetConfig(PackProvider):
     """Packs an Energon data set of conversations online, one THD row per micro-batch; or feeds Bridge single samples.
-
     The fields that Bridge reads are here, all others in the sections; each setting has one place. All values are plain,
     so Bridge's YAML and Hydra overrides reach them: ``dataset.encoder.max_pixels=200704``,
-    ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
-    """
+    ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``."""
 
     processor: str = ""
     """Directory or hub name of the model's Hugging Face processor (or tokenizer, for text models)."""
@@ -160,10 +158,8 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     @property
     def enable_offline_packing(self) -> bool:
-        """Read by ``validate()`` and ``gpt_step``: rows arrive packed.
-
-        It turns on Bridge's own checks for packed rows, and makes middle pipeline stages fetch ``cu_seqlens``.
-        """
+        """Read by ``validate()`` and ``gpt_step``: rows arrive packed. It turns on Bridge's own checks for packed rows,
+        and makes middle pipeline stages fetch ``cu_seqlens``."""
         return self.mode == "packs"
 
     @property
@@ -218,7 +214,6 @@ class PackedEnergonDatasetConfig(PackProvider):
             raise ConfigError(f"train.iterations_to_skip is set {stages}, but {why}; leave it empty.")
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
-        """See `PackProvider.run_config`."""
         encoder = {} if isinstance(self.encoder, str) else self.encoder
         loaded = {"processor": self.processor, "trust_remote_code": bool(self.trust_remote_code)}
         rows = {"seq_length": self.seq_length, "pad_to_max_length": self.pad_to_max_length}
@@ -238,7 +233,6 @@ class PackedEnergonDatasetConfig(PackProvider):
         )
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:
-        """See `PackProvider.make_loader`."""
         encoder = self._task_encoder(config)
         if self._run is not None:  # the processor may have been downloaded just now, and no rule has seen it
             _enforce_rules(self._run)
@@ -312,10 +306,11 @@ def use_packed_data(
 
     Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
     its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
-    refuses together with that loss; no multi-token prediction (rule ours/no-multi-token-prediction); the
-    model's length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and
-    objective, the mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples
-    and tokens (rule ours/samples-per-step). Everything can be changed afterwards.
+    refuses together with that loss; no multi-token prediction (rule ours/no-multi-token-prediction); the model's
+    length. A decay over the whole run remains one where ``train.train_iters`` changes. Learning rate and objective, the
+    mean over trained tokens, stay the recipe's, but a step of packs may have other numbers of samples and tokens (rule
+    ours/samples-per-step). Everything can be changed afterwards. Raises ConfigError: the recipe names no processor and
+    none is given.
 
     Args:
         cfg: a ``ConfigContainer``; changed in place. Its model decides the kind of sample.
@@ -328,15 +323,18 @@ def use_packed_data(
         pretrained_checkpoint: weights to begin with: a checkpoint that Bridge imported, or the model's Hugging Face
             directory; recipes for full training name none.
         directory: of the run, with ``checkpoints`` (saved, and continued from) and ``tb_logs``; Bridge's share one.
-
-    Raises:
-        ConfigError: the recipe names no processor and none is given.
     """
     length = seq_length or cfg.model.seq_length
     packs_already = any(getattr(cfg.dataset, name, None) for name in ("enable_offline_packing", "packing_buffer_size"))
-    fields = {"path": path, "seq_length": length, "num_workers": num_workers}
+    fields: dict[str, Any] = {"path": path, "seq_length": length, "num_workers": num_workers}
     datasets = (kind.bridge_dataset(cfg, processor, **fields) for kind in KINDS)
-    cfg.dataset = next(filter(None, datasets), None) or _of_conversations(cfg, processor, **fields)
+    if (dataset := next(filter(None, datasets), None)) is None:
+        places = (cfg.dataset, "hf_processor_path"), (getattr(cfg.dataset, "task_encoder", None), "hf_processor_path")
+        named = (getattr(part, name, None) for part, name in (*places, (cfg.tokenizer, "tokenizer_model")))
+        if not (processor := processor or next(filter(None, named), None)):
+            raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
+        dataset = PackedEnergonDatasetConfig(processor=str(processor), **fields)
+    cfg.dataset = dataset
     cfg.dataset.follow(cfg)
     cfg.dataset._samples_per_step = None if packs_already else cfg.train.global_batch_size  # for `RunView`
     cfg.model.seq_length = length
@@ -366,11 +364,3 @@ def set_run(
         cfg.checkpoint.save = cfg.checkpoint.load = f"{directory}/checkpoints"
         cfg.logger.tensorboard_dir = f"{directory}/tb_logs"
     return cfg
-
-
-def _of_conversations(cfg: Any, processor: str | None, **fields: Any) -> PackProvider:
-    named = processor or getattr(cfg.dataset, "hf_processor_path", None)
-    named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
-    if not (named := named or getattr(cfg.tokenizer, "tokenizer_model", None)):
-        raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
-    return PackedEnergonDatasetConfig(processor=str(named), **fields)

@@ -56,11 +56,10 @@ def to_bridge(batch: Any) -> dict[str, Any]:
 
 class BridgePackIterator:
     """An endless iterator of Bridge batches with a state that Bridge's checkpoints save. ``form`` turns each batch into
-    what Bridge's steps read; ``metrics`` counts each, on the rank that writes them for its replica.
-
-    ``checkpointing`` calls `save_state` on the first tensor-, context- and pipeline-parallel rank, which is the one
-    that reads, and `restore_state` on every rank. With virtual pipeline stages Bridge itself hands each model chunk the
-    same batches (``make_data_iterator_list``), so a rank has one iterator and one state."""
+    what Bridge's steps read; ``metrics`` counts each, on the rank that writes them for its replica. ``checkpointing``
+    calls `save_state` on the first tensor-, context- and pipeline-parallel rank, which is the one that reads, and
+    `restore_state` on every rank. With virtual pipeline stages Bridge itself hands each model chunk the same batches
+    (``make_data_iterator_list``), so a rank has one iterator and one state."""
 
     def __init__(
         self,
@@ -141,11 +140,9 @@ class BridgePackIterator:
 
     @property
     def restore_state(self) -> Callable[[Any], None]:
-        """Continues after the batch at which a state was saved; call on every rank, before the first batch.
-
-        An iterator that continues already has no such method, and Bridge then reads no file for it: that of this rank
-        may be missing, or of an earlier attempt, where all ranks have one state.
-        """
+        """Continues after the batch at which a state was saved; call on every rank, before the first batch. An iterator
+        that continues already has no such method, and Bridge then reads no file for it: that of this rank may be
+        missing, or of an earlier attempt, where all ranks have one state."""
         if self._continues:
             raise AttributeError("this iterator was restored when it was built")
         return lambda state: self.restore_together(lambda: state)
@@ -217,7 +214,6 @@ def container_under_validation() -> ConfigContainer | None:
 
 
 def _callers(most: int) -> list[Mapping[str, Any]]:
-    """Returns the variables of the calling functions, the innermost first."""
     return [frame.f_locals for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), most)]
 
 
@@ -388,14 +384,12 @@ class PackProvider(DatasetProvider):
         )
 
     def follow(self, container: ConfigContainer) -> None:
-        """Sets the run to whose layout rows are aligned. The layout is read when the iterators are built.
-
-        Bridge does not tell a data set about sequence parallelism or the evaluation's context parallelism, and models
-        change the former in their own ``finalize()``, which runs after the data set's. `use_packed_data` and
-        ``validate()`` call this; if neither does, call it yourself, for example in an ``on_data_init_start`` callback.
-        Without a run, rows are aligned as if there were sequence parallelism, which wastes at most ``CP * TP - 1``
-        tokens per sample, and a warning says so.
-        """
+        """Sets the run to whose layout rows are aligned. The layout is read when the iterators are built. Bridge does
+        not tell a data set about sequence parallelism or the evaluation's context parallelism, and models change the
+        former in their own ``finalize()``, which runs after the data set's. `use_packed_data` and ``validate()`` call
+        this; if neither does, call it yourself, for example in an ``on_data_init_start`` callback. Without a run, rows
+        are aligned as if there were sequence parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, and a
+        warning says so."""
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:

@@ -26,7 +26,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -51,17 +51,11 @@ _CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_produ
 def forward_step(
     state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """One micro-batch forward, as Bridge calls it; returns the model's output and its loss function.
-
-    Args:
-        data_iterator: yields batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
-        model: the model chunk of this rank, wrapped or not.
-
-    Raises:
-        ConfigError: a schedule plan is asked for with packed rows, whose boundaries only the plans of ``gpt_step`` of
-            0.7 take; the model's forward does not take what the family's processor makes per token; or a router would
-            take a packed row for one sequence.
-    """
+    """One micro-batch forward, as Bridge calls it: ``data_iterator`` yields batches as `PackedBatch.to_bridge` makes
+    them (those of other data sets pass through), and ``model`` is the model chunk of this rank, wrapped or not. Returns
+    the model's output and its loss function. Raises ConfigError: a schedule plan is asked for with packed rows, whose
+    boundaries only the plans of ``gpt_step`` of 0.7 take; the model's forward does not take what the family's processor
+    makes per token; or a router would take a packed row for one sequence."""
     inner = innermost(model)
     repair_rotary(inner)
     # Here and not above: gpt_step imports the distillation package, which vision runs need not have.
@@ -146,9 +140,8 @@ def _refuse_graphs(model: Any, step: Any) -> None:
         raise ConfigError(f"cuda_graph_impl is 'transformer_engine': {why}; {fix}")
 
 
-@contextlib.contextmanager
-def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Iterator[None]:
-    """Adds what the host knows to the ``PackedSeqParams`` that the model is called with."""
+def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Any:
+    """A hook, until it is left, that adds what the host knows to the ``PackedSeqParams`` of the model."""
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
         if (params := keywords.get("packed_seq_params")) is None:
@@ -164,8 +157,4 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
             groups = get_pg_collection(model)
             put_mask(params, local_padding_mask(on_device, params, groups, sequence_parallel=parallel))
 
-    handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return inner.register_forward_pre_hook(attach, with_kwargs=True)

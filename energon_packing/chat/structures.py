@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from energon_packing.chat.marks import MARKUP, Layout, Marks, Messages, Passing, Piece, Tools, find_marks, names_of
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
 from energon_packing.chat.thinking import TAG
-from energon_packing.config import ToolDefinitions
+from energon_packing.config.encoder import ToolDefinitions
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import SampleRejected
 

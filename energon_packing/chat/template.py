@@ -19,7 +19,7 @@ from typing import Any
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
 from energon_packing.chat.structures import AnswerSearch, Reading, StopTokens, TemplateReader
 from energon_packing.chat.thinking import OPEN, TrainedSpan, as_shown, without_spans
-from energon_packing.config import Thinking, ToolDefinitions, TrainLineBreak, TrainOn
+from energon_packing.config.encoder import Thinking, ToolDefinitions, TrainLineBreak, TrainOn
 from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 

@@ -144,7 +144,6 @@ def _run(group: CommandGroup, arguments: list[str], name: str, extra: dict[str, 
 
 
 def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
-    """What a user is told about an error, in one line."""
     line = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, UserError):
         return line
@@ -161,7 +160,6 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
 
 
 def _report(sentence: str, as_json: bool) -> int:
-    """Reports one error: JSON on stdout for machines, else one sentence on stderr."""
     from energon_packing.report.excerpt import visible  # late, as above
 
     click.echo(json.dumps({"error": sentence}) if as_json else f"Error: {visible(sentence)}", err=not as_json)

@@ -36,7 +36,6 @@ class Named(click.Choice[str]):
         return tuple(self._names())
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """As click's."""
         return value if param is not None and value == param.default else super().convert(value, param, ctx)
 
 

@@ -84,8 +84,7 @@ def preview(
         other.preview(dataset, config_path, overrides, packs, as_json)
         return
     from energon_packing.report.page import write_whole
-    from energon_packing.report.preview import Wanted, described, pairs_at
-    from energon_packing.report.preview_page import drawn_packs, preview_page
+    from energon_packing.report.preview import Wanted, described, drawn_packs, pairs_at, preview_page
 
     config = load_config(config_path, (*overrides, "data.storage_patience=0"))  # somebody waits for it
     # Read in this process, and no further than asked: a preview should start no workers.

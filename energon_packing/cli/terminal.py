@@ -187,7 +187,6 @@ class ShownProgress:
             click.echo(f"{self._stages[stage]}: {100 * done // max(total, 1)} %{rest}", err=True)
 
     def _rate(self, done: int, total: int, seconds: float) -> str:
-        """How much of a stage is done, how fast, and how long the rest will take at that speed."""
         unit = self._units.get(self._stage)
         if unit is None or done <= 0 or seconds <= 0:
             return ""

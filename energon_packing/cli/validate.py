@@ -10,7 +10,7 @@ from rich.table import Table
 
 from energon_packing.cli.options import AT_LEAST_1, PATH, json_option, settable, trust_option
 from energon_packing.cli.terminal import answer, cell, counted, say, starting, table
-from energon_packing.validate.looks.look import LOOKS, Look
+from energon_packing.validate.looks.data import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.memory import GB
 from energon_packing.validate.rules.kernels import KERNEL_VARIABLES, kernels_of, machine_of
@@ -211,7 +211,6 @@ def _print_looks(looks: list[Look] | None) -> None:
 
 
 def _end_of_looks(looks: list[Look] | None) -> str:
-    """The end of the last line: how many looks found an error, and what the verdict does not cover."""
     if looks is None:
         return " (nothing that the run reads was looked at)"
     errors = sum(look.outcome == "error" for look in looks)

@@ -11,29 +11,15 @@ A file has up to seven sections, each a frozen dataclass. An unknown key is an e
     metrics:  {directory: run/metrics, interval: 10}
 """
 
-from energon_packing.config.encoder import (
-    MODALITIES,
-    EncoderConfig,
-    LimitsConfig,
-    Modality,
-    SpecialTokensInText,
-    Thinking,
-    ToolDefinitions,
-    TrainLineBreak,
-    TrainOn,
-)
+from energon_packing.config.encoder import MODALITIES, EncoderConfig, LimitsConfig
 from energon_packing.config.run import (
-    MAX_DROPS_WITHOUT_PACK,
     PACK_LIMITS,
     DataConfig,
-    EpochEnd,
     MetricsConfig,
     PackingConfig,
     ParallelConfig,
     PlanConfig,
     RunConfig,
-    SplitAt,
-    SplitPositions,
     TrainingConfig,
     load_config,
     load_values,
@@ -41,26 +27,16 @@ from energon_packing.config.run import (
 from energon_packing.config.setting import from_mapping, to_mapping
 
 __all__ = [
-    "MAX_DROPS_WITHOUT_PACK",
     "MODALITIES",
     "PACK_LIMITS",
     "DataConfig",
     "EncoderConfig",
-    "EpochEnd",
     "LimitsConfig",
     "MetricsConfig",
-    "Modality",
     "PackingConfig",
     "ParallelConfig",
     "PlanConfig",
     "RunConfig",
-    "SpecialTokensInText",
-    "SplitAt",
-    "SplitPositions",
-    "Thinking",
-    "ToolDefinitions",
-    "TrainLineBreak",
-    "TrainOn",
     "TrainingConfig",
     "from_mapping",
     "load_config",

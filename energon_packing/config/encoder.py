@@ -1,6 +1,5 @@
 """The section ``encoder`` of a configuration: how a conversation becomes tokens, labels and pixels."""
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -122,7 +121,7 @@ class EncoderConfig:
     )
     """Largest size of a resized video, in the processor's own unit: of one frame for Qwen2.5-VL, of the whole clip for
     Qwen3-VL."""
-    video_fps: float | None = setting(None, unit="frames per second", by_family=True, entries=_FRAMES)
+    video_fps: float | None = setting(None, unit="frames per second", by_family=True, entries=_FRAMES, above_zero=True)
     """Frames per second sampled from a video, whatever number the processor has; None keeps its number or rate; without
     one, families of Qwen and GLM take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its
     maximum."""
@@ -154,7 +153,7 @@ class EncoderConfig:
     max_decoded_bytes: int = setting(5 * 2**30, unit="bytes", changes="drops", least=1)
     """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
     decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
-    decode_seconds: float | None = setting(120.0, unit="seconds", changes="packs")
+    decode_seconds: float | None = setting(120.0, unit="seconds", changes="packs", above_zero=True)
     """Wall-clock limit for decoding the media of one sample, reading excluded if `decode_in_child`; None sets none."""
     decode_in_child: bool = setting(True, changes="nothing")
     """Whether videos, and images other than PNG and sequential JPEG, are decoded in a child process of the loader's
@@ -180,13 +179,6 @@ class EncoderConfig:
             (
                 len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields),
                 f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.",
-            ),
-            *(
-                (
-                    value is not None and not 0 < value < math.inf,
-                    f"encoder.{name} is {value}; it must be a number above 0.",
-                )
-                for name, value in (("video_fps", self.video_fps), ("decode_seconds", self.decode_seconds))
             ),
         )
 

@@ -13,8 +13,7 @@ from energon_packing.errors import ConfigError, refuse
 from energon_packing.plain_yaml import load_yaml
 from energon_packing.thd.alignment import alignment_multiple
 
-LARGEST_EPOCHS = 100_000
-"""Bound on ``epochs``, against a plan of unintended size."""
+LARGEST_EPOCHS = 100_000  # bound on ``epochs``, against a plan of unintended size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,8 +187,7 @@ SplitAt = Literal["turn", "token"]
 SplitPositions = Literal["restart", "continue"]
 Part = Literal["vision_model", "vision_projection", "language_model"]
 
-MAX_DROPS_WITHOUT_PACK = 20_000
-"""Default for how many samples may be dropped since the last pack before the run stops."""
+MAX_DROPS_WITHOUT_PACK = 20_000  # default for how many samples may be dropped since the last pack before the run stops
 
 Padding = Literal["auto", "between", "real"]
 AUTO_PADDING: Padding = "real"
@@ -395,15 +393,9 @@ class RunConfig:
 
 
 def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
-    """Reads a configuration file.
-
-    Args:
-        path: YAML file; None starts from the defaults.
-        overrides: ``section.key=value`` strings, applied in order; values are YAML.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value.
-    """
+    """Reads a configuration from a YAML file (None starts from the defaults), and the overrides ``section.key=value``,
+    whose values are YAML, in order. Raises ConfigError: the file is missing, is not YAML, or holds an unknown key or an
+    impossible value."""
     values, where = load_values(path, overrides)
     return from_mapping(RunConfig, values, where=where)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 import sys
 import types
@@ -10,7 +11,6 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any, Literal
 
-from energon_packing.config.counterparts import COUNTERPARTS
 from energon_packing.errors import ConfigError
 
 Effect = Literal["lengths", "drops", "rows", "packs", "nothing"]
@@ -28,6 +28,7 @@ def setting[T](
     most: float = sys.float_info.max,
     changes: Effect = "lengths",
     stated: str = "",
+    above_zero: bool = False,
     place: bool = False,
     entries: tuple[str, ...] = (),
     by_family: bool = False,
@@ -39,7 +40,7 @@ def setting[T](
     Args:
         default: its value where nobody sets it.
         unit: of a number, for docs/settings.md.
-        least, most: bounds of a number, see `check_bounds`.
+        least, most, above_zero: bounds of a number, see `check_bounds`.
         changes: what depends on it. A field that does not say so counts as one that changes lengths.
         stated: entry of a loader's fingerprint that says what the value names; compared in place of the value.
         place: the value is an address, so that only ``stated`` tells two of them apart.
@@ -51,18 +52,21 @@ def setting[T](
     """
     given = {"changes": changes, "stated": stated, "place": place, "entries": entries, "by_family": by_family}
     given |= {"unit": unit, "least": least, "most": most, "newer": newer, "before": before}
+    given["above_zero"] = above_zero
     return dataclasses.field(default=default, metadata=given)
 
 
 def check_bounds(section: str, config: Any) -> None:
     """Checks the numbers of a section; None is within any bounds. Raises `ConfigError`: the first that is less than its
-    ``least`` or more than its ``most``, or infinite."""
+    ``least`` or more than its ``most``, or infinite; or not ``above_zero``, where it is to be."""
     for entry in dataclasses.fields(config):
         value, least = getattr(config, entry.name), entry.metadata.get("least")
         if value is not None and least is not None and not least <= value <= entry.metadata["most"]:
             most = entry.metadata["most"]
             bounds = f"at least {least}" if most == sys.float_info.max else f"from {least} to {most}"
             raise ConfigError(f"{section}.{entry.name} is {value}; it must be {bounds}.")
+        if value is not None and entry.metadata.get("above_zero") and not 0 < value < math.inf:
+            raise ConfigError(f"{section}.{entry.name} is {value}; it must be a number above 0.")
 
 
 def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:
@@ -110,6 +114,46 @@ def entries_of(config: Any) -> dict[str, tuple[str, ...]]:
         for entry in dataclasses.fields(config)
         if entry.name in changing(config, "lengths", "rows") and not entry.metadata.get("stated")
     }
+
+
+_PACKED = "has no counterpart here: rows are always packed, and samples see themselves only"
+
+COUNTERPARTS = {
+    "InternVL": {
+        "use_packed_ds": _PACKED,
+        "max_packed_tokens": "is packing.seq_length here",
+        "max_buffer_size": "is packing.window here, which counts samples, not open packs",
+        "num_images_expected": "is packing.max_images_per_pack here",
+        "allow_overflow": "has no counterpart here: no pack is longer than its row (see packing.oversize)",
+        "strict_mode": "is packing.pad_to_max_length here, for tokens; images are not padded",
+        "replacement": "is data.repeat here",
+        "log_freq": "is metrics.interval here",
+        "loss_reduction": "is encoder.loss_weighting here",
+        "min_num_frame": "is encoder.video_min_frames here",
+        "max_num_frame": "is encoder.video_max_frames here",
+        "conv_style": "is encoder.chat_template here; the processor's is the default",
+    },
+    "LLaMA-Factory": {
+        "cutoff_len": "is packing.seq_length here",
+        "neat_packing": _PACKED,
+        "mask_history": "is encoder.train_on here, with the value last_assistant",
+        "train_on_prompt": "is encoder.train_on here, with the value all",
+        "image_max_pixels": "is encoder.max_pixels here",
+        "image_min_pixels": "is encoder.min_pixels here",
+        "video_maxlen": "is encoder.video_max_frames here",
+        "buffer_size": "is data.shuffle_buffer here",
+        "preprocessing_num_workers": "is data.workers here",
+    },
+    "ms-swift": {
+        "packing_length": "is packing.seq_length here",
+        "packing_strategy": "is packing.policy here",
+        "truncation_strategy": "is packing.oversize here",
+        "padding_free": _PACKED,
+    },
+    "Bridge's native packing": {"packing_buffer_size": "is packing.window here"},
+    "LoongForge": {"max_token_len": "is packing.seq_length here"},
+}
+"""Trainer -> setting there -> what it is here, as the end of a sentence; docs/migration.md has their defaults."""
 
 
 def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:

@@ -18,7 +18,8 @@ import torch
 
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, media_texts
-from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
+from energon_packing.config.encoder import MODALITIES, EncoderConfig, LimitsConfig, Modality
+from energon_packing.config.run import SplitAt, SplitPositions
 from energon_packing.config.setting import entries_of, newer_and_unset
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import HasMedia, MediaToDecode, decodable, visual_inputs

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from energon_packing.config import SplitAt
+from energon_packing.config.run import SplitAt
 from energon_packing.conversation import Turn
 from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.errors import SampleRejected

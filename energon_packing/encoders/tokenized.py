@@ -15,7 +15,7 @@ import numpy as np
 
 from energon_packing.chat.template import ChatTemplate, RenderedChat, media_frames
 from energon_packing.chat.thinking import CLOSE, OPEN, TrainedSpan
-from energon_packing.config import SpecialTokensInText
+from energon_packing.config.encoder import SpecialTokensInText
 from energon_packing.conversation import Conversation, MediaKind, Turn
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily

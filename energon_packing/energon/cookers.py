@@ -52,16 +52,18 @@ def guard_shards(dataset: Any, *, go_on: bool) -> None:
         )
 
 
-def refuse_unreadable(record: bytes) -> None:
-    """Raises what the record of a sample that could not be read says. Raises `SampleRejected`: ``unreadable_shard``,
-    with shard, byte and cause."""
-    if record.startswith(_MARK):
-        raise SampleRejected(REASON, record[len(_MARK) :].decode("utf-8", "replace"))
+def record_of(sample: CrudeSample) -> Any:
+    """Returns the JSON in ``<key>.json`` of raw members. Raises `SampleRejected`: ``too_deep``; ``unreadable_shard``,
+    with shard, byte and cause, of one that stands for a sample that could not be read; and whatever JSON raises."""
+    text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
+    if text.startswith(_MARK):
+        raise SampleRejected(REASON, text[len(_MARK) :].decode("utf-8", "replace"))
+    record = json.loads(text)
+    check_depth(text, record)
+    return record
 
 
 def _find(reader: Any, find: Any, index: Any) -> Any:
-    """Where a sample lies, by the index beside its shard."""
-
     def forget() -> None:
         for cache in (getattr(reader, "cached_offset_reader", None), reader):
             getattr(cache, "tar_index_reader_cache", getattr(cache, "index_reader_cache", {})).clear()
@@ -113,11 +115,7 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     keys = basic_sample_keys(sample)
     conversation = None
     try:
-        text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
-        refuse_unreadable(text)
-        record = json.loads(text)
-        check_depth(text, record)
-        conversation = Conversation.from_record(sample["__key__"], record)
+        conversation = Conversation.from_record(sample["__key__"], record_of(sample))
         conversation = complete(conversation, store)
         return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
     except SampleRejected as error:

@@ -6,13 +6,13 @@ machine its size and first header, which holds the key of its first sample. Ever
 the shards, of which there may be 100,000, are opened by one rank, which tells the others (`told_identity`).
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import yaml
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, counted_pairs, dataset_entry
-from energon_packing.errors import is_machines
+from energon_packing.errors import holding, is_machines
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
@@ -50,14 +50,9 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     return found
 
 
-@contextlib.contextmanager
-def told_identity(identity: Mapping[str, str]) -> Iterator[None]:
+def told_identity(identity: Mapping[str, str]) -> AbstractContextManager[Any]:
     """Inside, `data_identity` opens no shard of a data set whose other files are as another rank told."""
-    token = _TOLD.set(identity)
-    try:
-        yield
-    finally:
-        _TOLD.reset(token)
+    return holding(_TOLD, identity)
 
 
 def known_pairs(path: str, split: str) -> PairCounts:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from energon_packing.config import EpochEnd
+from energon_packing.config.run import EpochEnd
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError

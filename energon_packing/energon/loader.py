@@ -23,7 +23,7 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.savable_loader import SavableDatasetWrapper
 from torch import distributed
 
-from energon_packing.config import EpochEnd, RunConfig
+from energon_packing.config.run import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.drops import FrequentDrops, Shares
 from energon_packing.encoders.sample_encoder import SampleEncoder
@@ -91,20 +91,12 @@ class LoaderBase(ABC):
         self._resumed = False  # whether the next epoch began before a saved state
 
     def __iter__(self) -> Iterator[Pack]:
-        """Yields packs, forever or for one epoch.
-
-        Raises:
-            UserError: a mistake that only a worker could detect, with the worker's message; or a worker was killed, or
-                lacks shared memory or files.
-            ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
-            DropBudgetExceeded: more was dropped beyond doubt than ``packing.drop_budget`` allows; or in a finite epoch
-                no sample reached a pack; with ``epoch_end``, on all ranks where one would end the epoch before
-                its first step.
-
-        Warns:
-            UserWarning: a reason drops a hundredth or more of a data set, or of one modality in it; or this rank had
-                nothing to read in an epoch of the other ranks.
-        """
+        """Yields packs, forever or for one epoch. Raises UserError: a mistake that only a worker could detect, with the
+        worker's message; or a worker was killed, or lacks shared memory or files; ConfigError: ``epoch_end`` needs the
+        other ranks, and ``torch.distributed`` is not initialised; DropBudgetExceeded: more was dropped beyond doubt
+        than ``packing.drop_budget`` allows; or in a finite epoch no sample reached a pack; with ``epoch_end``, on all
+        ranks where one would end the epoch before its first step. Warns UserWarning: a reason drops a hundredth or more
+        of a data set, or of one modality in it; or this rank had nothing to read in an epoch of the other ranks."""
         if self._lock is not None:
             self._lock.hold()
         self._pool()
@@ -567,14 +559,10 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> LoaderBase:
-    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`. Raises
-    ConfigError: ``data.path`` is not set, or as `build_dataset` and `energon_packing.open_loader`.
-
-    Args:
-        prefetch, agree: as for `PackLoader`.
-        task_encoder, data_parallel_group, arguments: as for `build_dataset`; of a plan or of packs made from one, as
-            for `energon_packing.open_loader`, which opens them.
-    """
+    """Returns the loader of packs for one data-parallel rank, a `PackLoader` if of a data set: it yields `Pack`.
+    ``prefetch`` and ``agree`` are as for `PackLoader`, all other arguments as for `build_dataset`; of a plan or of
+    packs made from one, as for `energon_packing.open_loader`, which opens them. Raises ConfigError: ``data.path`` is
+    not set, or as these two."""
     path = config.data.path
     if not path:  # before a processor is loaded
         raise ConfigError(NO_PATH)

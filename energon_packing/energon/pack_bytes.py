@@ -49,12 +49,9 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tens
 
 
 def pack_to_bytes(batch: Any, *, pixels: bool = True, apart: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """Returns a batch, or another value for a rank, as uint8 ``[n]``.
-
-    Args:
-        pixels: False omits the pixels of a `PackedBatch`; Bridge's ``vlm_step`` drops the same two on later stages.
-        apart: is given the tensors of at least `LARGE` bytes, which are not in the result; None keeps all in it.
-    """
+    """Returns a batch, or another value for a rank, as uint8 ``[n]``. Without ``pixels`` those of a `PackedBatch` are
+    left out; Bridge's ``vlm_step`` drops the same two on later stages. ``apart`` is given the tensors of at least
+    `LARGE` bytes, which are not in the result; None keeps all in it."""
     if not pixels and isinstance(batch, PackedBatch):
         batch = batch.without_pixels()
     file = io.BytesIO()

@@ -173,8 +173,6 @@ def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
 
 @dataclass(kw_only=True, slots=True)
 class _Source:
-    """Energon's loader of one data set."""
-
     loader: Any
     factory: Any  # of Energon; made the loader
     endless: Any  # the wrapper that repeats it without end, alone or in a blend; None if none does
@@ -298,7 +296,6 @@ def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[A
 
 
 def _sources(node: Any, factory: Any = None, endless: Any = None, finite: Any = None) -> Iterator[_Source]:
-    """The loaders beneath a data set and its wrappers."""
     if isinstance(node, WebdatasetSampleLoaderDataset) and isinstance(factory, Sharder):
         yield _Source(loader=node, factory=factory, endless=endless, finite=finite)
         return

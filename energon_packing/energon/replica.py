@@ -36,12 +36,10 @@ first rank finds out of the data."""
 
 
 class OwnGroup:
-    """A gloo group for one reader alone; making one is a collective call of its ranks, and of no others.
-
-    Collectives of one group must be called in one order on all its ranks, which two threads cannot promise. So a thread
-    has a group of its own. ``torch.distributed.new_group`` would have to be called by all ranks of the run, or it
-    derives the group's name from how many groups a process has, which differs between ranks.
-    """
+    """A gloo group for one reader alone; making one is a collective call of its ranks, and of no others. Collectives of
+    one group must be called in one order on all its ranks, which two threads cannot promise. So a thread has a group of
+    its own. ``torch.distributed.new_group`` would have to be called by all ranks of the run, or it derives the group's
+    name from how many groups a process has, which differs between ranks."""
 
     def __init__(self, ranks: Sequence[int], here: int, name: str) -> None:
         self._ranks = tuple(ranks)

@@ -42,12 +42,10 @@ _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class SharedBlock:
-    """Bytes that processes of one host share by a file descriptor, which is open as long as the block exists.
-
-    It is the memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The
-    kernel frees it when the last process has closed it, however that ended. Every reader of a block, the rank that
-    wrote it included, maps it privately: a page that a training step writes to becomes a copy of its own.
-    """
+    """Bytes that processes of one host share by a file descriptor, which is open as long as the block exists. It is the
+    memory that a loader's worker allocated for its tensor, or an anonymous file (``memfd_create``). The kernel frees it
+    when the last process has closed it, however that ended. Every reader of a block, the rank that wrote it included,
+    maps it privately: a page that a training step writes to becomes a copy of its own."""
 
     descriptor: int
     start: int
@@ -69,11 +67,9 @@ class SharedBlock:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "SharedBlock":
-        """Returns a block with the bytes of a tensor on the host.
-
-        Takes the memory in which a loader's worker sent the tensor, and copies it if there is none: a tensor that was
-        made in this process, was moved to page-locked memory, or is not contiguous.
-        """
+        """Returns a block with the bytes of a tensor on the host. Takes the memory in which a loader's worker sent the
+        tensor, and copies it if there is none: a tensor that was made in this process, was moved to page-locked memory,
+        or is not contiguous."""
         storage = tensor.untyped_storage()
         by_descriptor = multiprocessing.get_sharing_strategy() == "file_descriptor"
         if by_descriptor and tensor.is_contiguous() and storage.is_shared():
@@ -302,12 +298,10 @@ def _carried(message: Message | None, move: Callable[[torch.Tensor], None]) -> M
 
 
 class StageSpread:
-    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
-
-    Bytes that this rank has ``sent`` are ``shared`` with ranks of its host, or ``collective``: broadcast to other
-    hosts. It ``reaches_others`` if a message from here goes to any other rank, and ``spans_hosts`` if it exchanges
-    messages with other hosts, by calls that cannot be interrupted.
-    """
+    """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage. Bytes that this
+    rank has ``sent`` are ``shared`` with ranks of its host, or ``collective``: broadcast to other hosts. It
+    ``reaches_others`` if a message from here goes to any other rank, and ``spans_hosts`` if it exchanges messages with
+    other hosts, by calls that cannot be interrupted."""
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica

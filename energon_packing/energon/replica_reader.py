@@ -166,8 +166,6 @@ class _Road:
 
 
 class _PassedOn(_Road):
-    """Packs that one rank reads."""
-
     def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         super().__init__(source, replica, depth)
         self.spread = StageSpread(replica, ahead=max(depth, 1))
@@ -293,7 +291,6 @@ def _description(batch: PackedBatch | None, failure: Exception | None, number: i
 
 
 def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
-    """Describes the first difference between ranks of a replica in one sentence."""
     way_out = (
         "each rank of a replica reads for itself here (dataset.readers=every), and they must read the same; a decoder "
         "that fails or times out on one of them is the usual cause; dataset.readers=one lets one rank read for all"
@@ -402,11 +399,9 @@ class _Numbered:
     def restore_together(self, read: Callable[[], Any]) -> Any:
         """Continues at a saved state on all ranks of the run, or on none; a collective call of all ranks. ``read``
         returns this rank's state, as for `restore_state`, or None if it has none. Returns the state that was restored;
-        None if there is none on any rank.
-
-        They compare what they restored: packs taken, kind of loader, position in a plan, fingerprint but for the rank.
-        Raises ConfigError: a rank differs; the message names it, and both values; UserError: a rank cannot read or
-        restore its state; all raise what it says."""
+        None if there is none on any rank. They compare what they restored: packs taken, kind of loader, position in a
+        plan, fingerprint but for the rank. Raises ConfigError: a rank differs; the message names it, and both values;
+        UserError: a rank cannot read or restore its state; all raise what it says."""
 
         def act() -> tuple[Any, Facts]:
             state = read()
@@ -431,11 +426,10 @@ def _copied(road: _Road, copy: DeviceCopy) -> Made:
 
 
 class OneReader(_Numbered):
-    """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
-
-    ``source`` is what that rank reads: an iterator of batches with ``save_state``, ``state_later`` and
-    ``restore_state`` of a `LoaderBase`; None on all other ranks. ``depth`` packs are made ready before they are asked
-    for, the same on all ranks; 0 reads and passes on a pack when it is asked for."""
+    """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels. ``source`` is what
+    that rank reads: an iterator of batches with ``save_state``, ``state_later`` and ``restore_state`` of a
+    `LoaderBase`; None on all other ranks. ``depth`` packs are made ready before they are asked for, the same on all
+    ranks; 0 reads and passes on a pack when it is asked for."""
 
     def __init__(self, source: Any, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False) -> None:
         if (source is not None) != replica.is_reader:

@@ -71,13 +71,11 @@ def two_rows(key: str) -> ConfigError:
 
 
 class MicroBatchTaskEncoder(PackingTaskEncoder):
-    """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
-
-    If a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair
-    is two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see
-    `UNREAD` for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or
-    as for `PackingTaskEncoder`.
-    """
+    """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch. If
+    a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair is
+    two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD`
+    for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for
+    `PackingTaskEncoder`."""
 
     aligns_rows = False
     takes_buffers = False
@@ -148,6 +146,8 @@ class SampleBatch(Batch):
 
 class MixedTaskEncoder(PackingTaskEncoder):
     """Conversations with images and videos in any order and number; the classes below accept fewer kinds of media.
+    Raises ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is
+    invalid.
 
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
@@ -156,9 +156,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
         ledger, drop_budget, max_drops_without_pack: as in ``packing``; without a ledger, drops are in the batches only.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are tried before our own.
-
-    Raises:
-        ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is invalid.
     """
 
     aligns_rows = False
@@ -255,7 +252,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
         return TaskEncoder.build_batch(self, dataset, **arguments)
 
     def _worker_ledger(self) -> Ledger:
-        """Returns the ledger of this worker, created on first use, when the worker process is known."""
         if self._ledger is None:
             own = WorkerConfig.active_worker_config or WorkerConfig(rank=0, world_size=1, num_workers=0)
             self._ledger = self.make_ledger(own, run=self._run)

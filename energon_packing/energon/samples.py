@@ -18,7 +18,7 @@ from energon_packing.conversation import Conversation
 from energon_packing.drops import DroppedSample, Shares
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
-from energon_packing.errors import PackingError, SampleRejected, UserError, read_again
+from energon_packing.errors import PackingError, SampleRejected, UserError, is_lost, read_again
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.thd import PackedBatch
 
@@ -47,12 +47,8 @@ class Problem:
 
 @edataclass
 class ConversationSample(Sample):
-    """A conversation and the store that holds its media.
-
-    Attributes:
-        conversation: None if the record could not be read; ``problem`` then tells why.
-        store: maps the name of an image or video to ``(bytes, source)``; None for text.
-    """
+    """A conversation, None if the record could not be read (``problem`` then tells why), and the store that maps the
+    name of an image or video to ``(bytes, source)``, None for text."""
 
     conversation: Conversation | None
     store: FileStore | None = None
@@ -150,13 +146,7 @@ def lost_folder(root: str, file: str = "") -> str:
         place = os.path.realpath(left)
     while place.startswith(os.path.join(top, "")) and not os.path.lexists(place):
         place = os.path.dirname(place)
-    try:
-        with os.scandir(place) as entries:
-            return "" if next(entries, None) else place
-    except NotADirectoryError:
-        return ""
-    except OSError:
-        return place
+    return place if is_lost(place) else ""
 
 
 def forget_open_tars(store: Any) -> None:

@@ -36,21 +36,8 @@ from energon_packing.energon.internals import (
 from energon_packing.energon.samples import beneath
 from energon_packing.errors import ConfigError, refuse
 
-SECTIONS: dict[str, type] = {
-    "data": DataConfig,
-    "encoder": EncoderConfig,
-    "packing": PackingConfig,
-    "parallel": ParallelConfig,
-}
-FREE = frozenset(f"{section}.{name}" for section, config in SECTIONS.items() for name in changing(config, "nothing"))
-"""Settings that cannot change a pack."""
-
-_FIELDS = {
-    f"{section}.{entry.name}": entry for section, config in SECTIONS.items() for entry in dataclasses.fields(config)
-}
-BY_CONTENT = {name: str(entry.metadata["stated"]) for name, entry in _FIELDS.items() if entry.metadata.get("stated")}
-"""Settings that name something, with the entry of the fingerprint that says what it was."""
-
+_SECTIONS = (("data", DataConfig), ("encoder", EncoderConfig), ("packing", PackingConfig), ("parallel", ParallelConfig))
+FIELDS = {f"{section}.{entry.name}": entry for section, config in _SECTIONS for entry in dataclasses.fields(config)}
 _ENTRIES = entries_of(EncoderConfig)
 FOLLOWS: dict[str, tuple[str, ...]] = {
     **{
@@ -68,7 +55,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 
 READERS = ("ranks", "workers")  # entries that nobody can accept as changed: Energon's states hold one part per reader
 
-_NEWER = {name: json.dumps(entry.default) for name, entry in _FIELDS.items() if entry.metadata.get("newer")}
+_NEWER = {name: json.dumps(entry.default) for name, entry in FIELDS.items() if entry.metadata.get("newer")}
 _NEWER |= before(EncoderConfig) | {
     f"encoder.{name}": json.dumps(value) for name, value in before(EncoderConfig).items()
 }
@@ -153,15 +140,12 @@ def tell_of_accepted(lines: Sequence[str]) -> None:
         )
 
 
-_LARGE = (BlendDataset, ShuffleBufferDataset, WebdatasetSampleLoaderDataset)
-"""Data sets of Energon whose states grow with a setting or with the data."""
-
-
 def save_shallowly(dataset: Any) -> None:
     """Makes Energon's data sets beneath ``dataset`` save the states that they always save, only faster."""
     for each in beneath(dataset):
         save_shallowly(each)
-    if isinstance(dataset, _LARGE):
+    # Those whose states grow with a setting or with the data.
+    if isinstance(dataset, BlendDataset | ShuffleBufferDataset | WebdatasetSampleLoaderDataset):
         dataset.save_state = functools.partial(_state_of, dataset)
 
 
@@ -229,15 +213,10 @@ def _bytes_of(text: str, encoding: str) -> bytes:
 
 
 def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
-    """Returns the state in a file, read by an unpickler that accepts only the classes of such states.
-
-    Args:
-        missing: what the user can do where there is no such file; the end of a sentence.
-        bare: whether the file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it.
-
-    Raises:
-        ConfigError: there is no such file, or it is empty, cut off, damaged, or contains something else.
-    """
+    """Returns the state in a file, read by an unpickler that accepts only the classes of such states; if ``bare``, the
+    file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it. Raises ConfigError: there is
+    no such file (``missing`` is what the user can do then, the end of a sentence), or it is empty, cut off, damaged, or
+    contains something else."""
     if not path.is_file():
         raise ConfigError(f"There is no state of the loader at {path}; {missing}")
     if path.stat().st_size == 0:

@@ -13,7 +13,7 @@ import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,11 +123,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         raise NotImplementedError
 
     def arrange(self, samples: Sequence[Any]) -> list[int]:
-        """Returns the order of rendered samples in their row, as positions.
-
-        It depends on the samples alone, and arranging them again changes nothing: a pack that is restored is not
-        arranged again.
-        """
+        """Returns the order of rendered samples in their row, as positions. It depends on the samples alone, and
+        arranging them again changes nothing: a pack that is restored is not arranged again."""
         raise NotImplementedError
 
     @stateless
@@ -144,15 +141,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
-        """Energon's hook; here the packing window replaces the batcher.
-
-        Args:
-            batch_size: None for packs, 1 for batches of one pack each.
-
-        Raises:
-            ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a time), a function of a
-                subclass that may fail without limit, or as for `packed`.
-        """
+        """Energon's hook; here the packing window replaces the batcher. ``batch_size`` is None for packs, 1 for batches
+        of one pack each. Raises ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a
+        time), a function of a subclass that may fail without limit, or as for `packed`."""
         refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
@@ -210,14 +201,17 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             worker_config=worker_config,
         )
 
-    def refuse_size(self, key: str, reason: str, detail: str, length: int | None = None) -> NoReturn:
+    def _check_size(self, measured: Any) -> None:
         """Refuses a sample that fits no pack, as ``packing.oversize`` asks. Raises `ConfigError`: that is ``raise``;
         `SampleRejected`, which carries the sample's length: it is anything else."""
-        if self.packing.oversize == "raise":
-            raise ConfigError(
-                f"Sample {key} has {detail}. Raise the limit, or drop such samples with packing.oversize=drop."
-            )
-        raise SampleRejected(reason, detail, length)
+        reason, detail = "over_limit", self.limits.exceeded(measured)
+        if self.limits.too_long(measured):
+            reason, detail = "oversize", self.limits.length_text(measured, self.packing.seq_length)
+        if detail is not None and self.packing.oversize == "raise":
+            fix = "Raise the limit, or drop such samples with packing.oversize=drop."
+            raise ConfigError(f"Sample {measured.key} has {detail}. {fix}")
+        if detail is not None:
+            raise SampleRejected(reason, detail, measured.length)
 
     @staticmethod
     def pack_fields(samples: Sequence[RenderedSample]) -> dict[str, Any]:
@@ -250,10 +244,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
         """Selects the next pack by ``packing.policy``, within all limits of a pack, from the measured ``samples`` of
         the window, oldest first; ``ended`` if no further one enters it. Returns ascending positions of samples of one
-        group (`by_group`), its oldest among them.
-
-        It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
-        others, and fill their packs as well. Of what the window holds more than once, see `next_of_copies`."""
+        group (`by_group`), its oldest among them. It is a pack of the group that holds the most. So groups that occur
+        seldom wait until they hold as much as the others, and fill their packs as well. Of what the window holds more
+        than once, see `next_of_copies`."""
         units = self._units(samples)
         group = max(by_group(samples).values(), key=lambda positions: sum(units[at] for at in positions))
         held = [samples[at] for at in group]
@@ -283,7 +276,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
 
 class PackingTaskEncoder(WindowTaskEncoder):
-    """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
+    """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract. Raises
+    ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
 
     Args:
         encoder: processor, prompt and limits, which are lowered to those of a pack; or your own encoders
@@ -296,17 +290,13 @@ class PackingTaskEncoder(WindowTaskEncoder):
         fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
             is built.
         cost: of samples; None is that of ``packing.cost_model``.
-
-    Raises:
-        ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
     """
 
     packing: PackingConfig
     limits: PackLimits
     cost: ModelCost
     takes_buffers = True
-    aligns_rows = True
-    """Whether each segment of a row is padded here; a subclass may leave that to the trainer."""
+    aligns_rows = True  # whether each segment of a row is padded here; a subclass may leave that to the trainer
 
     def __init__(
         self,
@@ -389,9 +379,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     def media_tokens(self, media: Sequence[Media]) -> int:
         """Tokens of the images and videos of one sample by the first encoder that takes them, and a pack's at most.
-
-        Nothing of your own encoders. Raises SampleRejected: as `VisionFamily.plan`.
-        """
+        Nothing of your own encoders. Raises SampleRejected: as `VisionFamily.plan`."""
         for encoder in self.encoders:
             if isinstance(encoder, ConversationEncoder) and {each.kind for each in media} <= encoder.kinds:
                 return min(sum(plan.tokens for plan in encoder.family.plans(media)), self.limits.tokens)
@@ -487,13 +475,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
         accepting = (number for number, encoder in enumerate(self.encoders) if encoder.accepts(conversation))
         return next(accepting, len(self.encoders) - 1)
 
-    def _check_size(self, measured: AnyMeasured) -> None:
-        reason, detail = "over_limit", self.limits.exceeded(measured)
-        if self.limits.too_long(measured):
-            reason, detail = "oversize", self.limits.length_text(measured, self.packing.seq_length)
-        if detail is not None:
-            self.refuse_size(measured.key, reason, detail, measured.length)
-
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
         """Decodes the media of one sample and makes its row. Raises SampleRejected: see
@@ -530,10 +511,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """Assembles the row of one pack, in the order given.
-
-        If a member failed to render, a padded segment may be last; a masked segment then uses the room of that member.
-        """
+        """Assembles the row of one pack, in the order given. If a member failed to render, a padded segment may be
+        last; a masked segment then uses the room of that member."""
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")

@@ -279,7 +279,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return True
 
     def _plan(self) -> None:
-        """Moves one pack from the window to the plans."""
         held = self._window.buffer
         if not held:
             return
@@ -379,7 +378,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
 
 def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:
-    """Returns what follows the class name in a restore key."""
     name, *rest = restore_key
     if name != type(dataset).__name__:
         raise ConfigError(f"The restore key was made by {name}, not by {type(dataset).__name__}.")
@@ -387,12 +385,10 @@ def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:
 
 
 class DisjointPackingDataset(WindowPackingDataset):
-    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon itself would.
-
-    Energon calls the hooks of a task encoder inside error handlers that print an error and continue, so that a bad
-    sample, a broken selection and an invalid configuration would all be lost alike. Here they are accounted for as in
-    the window.
-    """
+    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon itself would. Energon
+    calls the hooks of a task encoder inside error handlers that print an error and continue, so that a bad sample, a
+    broken selection and an invalid configuration would all be lost alike. Here they are accounted for as in the
+    window."""
 
     _waits_for_plans = True
 

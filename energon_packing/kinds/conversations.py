@@ -145,9 +145,6 @@ class Conversations(SampleKind):
             lone_room=decided["reserved"] == 0,
         )
 
-    def too_long(self, size: Any, limits: PackLimits, run: RunConfig) -> str:
-        return limits.length_text(size, run.packing.seq_length)
-
     def free_when_stored(self, store: str) -> set[str]:
         # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.
         return {"limits", "pixels", *(("jpeg_scaled_decoding",) if store == "tokens" else ())}

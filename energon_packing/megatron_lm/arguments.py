@@ -57,10 +57,8 @@ NO_SCHEDULE_PLAN = "--overlap-moe-expert-parallel-comm runs the model without th
 
 
 def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds our arguments; an ``extra_args_provider`` of Megatron-LM's ``parse_args``.
-
-    A script with its own extra arguments adds those first; if it has ``--dataloader-save``, that one is kept.
-    """
+    """Adds our arguments; an ``extra_args_provider`` of Megatron-LM's ``parse_args``. A script with its own extra
+    arguments adds those first; if it has ``--dataloader-save``, that one is kept."""
     group = parser.add_argument_group("energon packing")
     group.add_argument(
         "--packing-config", metavar="CFG.yaml", help="YAML file with the sections data, encoder and packing"

@@ -1,4 +1,7 @@
-"""An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state."""
+"""An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state.
+
+And a scheduler for Megatron-Core that schedules nothing: a plan has said which rank gets which row, and over how many
+ranks each is cut. Core's ``wrap_data_iterator`` calls it in the place of one of its own (`install`)."""
 
 import argparse
 import contextlib
@@ -14,15 +17,13 @@ from typing import Any
 
 import torch
 
-from energon_packing.config import RunConfig
-from energon_packing.config.run import MetricsConfig
+from energon_packing.config import MetricsConfig, RunConfig
 from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import ledger_apart
-from energon_packing.megatron_lm import planned_scheduler
 from energon_packing.megatron_lm.arguments import (
     ROW_LENGTH,
     add_energon_packing_args,
@@ -30,7 +31,6 @@ from energon_packing.megatron_lm.arguments import (
     row_length,
     run_config_of,
 )
-from energon_packing.megatron_lm.planned_scheduler import core_row
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_packs, packs_of_steps, plan_behind, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
@@ -72,16 +72,10 @@ class StageBatch:
 
 
 def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[int], int] = int) -> StageBatch:
-    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
-
-    Args:
-        whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
-            slice the embeddings after pixels are inserted.
-        width: tokens of a row -> tokens that the model needs, at least as many; a masked segment fills the row up.
-
-    Raises:
-        PackingError: the iterator yields something other than packs.
-    """
+    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often. As a ``whole_row``, it
+    has all token fields on every stage, not sliced for context parallelism: for vision models, which slice the
+    embeddings after pixels are inserted. ``width`` gives the tokens that the model needs for those of a row, at least
+    as many; a masked segment fills the row up. Raises PackingError: the iterator yields something other than packs."""
     from megatron.core import parallel_state
 
     row = next(data_iterator)
@@ -182,12 +176,10 @@ def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:
 
 
 class PackDataloader:
-    """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators.
-
-    Every rank of a replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives
-    them, on later pipeline stages without pixels. Of ``what``, ``evaluation`` are the packs of one, over all ranks (see
-    `open_together`), and None of a training.
-    """
+    """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators. Every rank of a
+    replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives them, on later
+    pipeline stages without pixels. Of ``what``, ``evaluation`` are the packs of one, over all ranks (see
+    `open_together`), and None of a training."""
 
     def __init__(
         self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None, **what: Any
@@ -223,11 +215,9 @@ class PackDataloader:
         self._log.post(get_args().curr_iteration, *writers)
 
     def save_state(self) -> Any:
-        """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read.
-
-        Megatron-LM calls this on the first tensor rank of the first stage (with context parallelism on several ranks),
-        and writes one file for each state that is not None.
-        """
+        """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read. Megatron-LM calls
+        this on the first tensor rank of the first stage (with context parallelism on several ranks), and writes one
+        file for each state that is not None."""
         return self._reader.save_state() if self._replica.is_reader else None
 
     def restore_state(self, state: Any) -> None:
@@ -241,10 +231,8 @@ class PackDataloader:
 
 
 class StepDataloader(PackDataloader):
-    """The rows of this rank, all of a global batch at a time, for `PlannedScheduler`.
-
-    ``rows`` gives their number where all have one context-parallel size; those that ranks share say it themselves.
-    """
+    """The rows of this rank, all of a global batch at a time, for `PlannedScheduler`. ``rows`` gives their number where
+    all have one context-parallel size; those that ranks share say it themselves."""
 
     def __init__(self, *arguments: Any, rows: Callable[[], int], **what: Any) -> None:
         super().__init__(*arguments, **what)
@@ -270,6 +258,111 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         writer.flush()
 
 
+BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
+"""What a stage without embedding, output layer and MTP reads of a row."""
+
+
+class PlannedScheduler:
+    """Hands on the rows that this rank's iterator already has in order, for Core's ``dev`` and ``main``.
+
+    ``next`` of the iterator gives this rank's rows of the next global batch, in the host's memory, a dict each:
+    ``tokens``, ``labels``, ``position_ids`` int64 ``[T]``, ``loss_mask`` float32 ``[T]`` of the whole row, which Core
+    cuts; ``cu_seqlens``, ``cu_seqlens_padded`` int32 ``[n + 1]``; ``max_seqlen`` int32; with dynamic context
+    parallelism ``local_cp_size`` int32; and, if known, ``step_lengths`` float64 ``[2]`` (see `run`). All ranks get
+    equally many rows, and the ranks that share a row get it at the same place. It has to be ``next``: Core's
+    ``RerunDataIterator`` around the iterator keeps what that gives, for a step that is run again."""
+
+    def __init__(self, _limit: int | None, cp_size: int, _dp_size: int, group: int | None = None, **_more: Any) -> None:
+        self._cp_size, self._group = cp_size, group or 1  # the rows that virtual pipeline stages take in turn
+
+    def run(
+        self, data_iterator: Any, _count: int, _dp: Any, tp: Any, pp: Any, dp_cp: Any, dev: Any, config: Any
+    ) -> tuple[Any, int, float, float]:
+        """Returns an iterator of the step's rows (of virtual pipeline stages a list, one each; on tensor ranks after
+        the first None), their number, and for Core's count of FLOPs the sums of the lengths of all ranks' segments and
+        of their squares: ``step_lengths`` of the first row, or as if every rank had as much work as this one. Arguments
+        are as Core's own schedulers take them, by place; its count is of samples and not read. Raises StopIteration, on
+        all tensor ranks: the iterator has ended; PackingError: the first tensor rank has no iterator, or virtual stages
+        cannot share the rows out."""
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        rows: list[dict[str, torch.Tensor]] = []
+        numbers = [0.0, 0.0, 0.0]
+        given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        source = next((each for each in given if each is not None), None)
+        if source is not None:  # ours are on all ranks, which pass rows on to each other
+            rows = next(source, [])
+            numbers = [float(len(rows)), *self._step_lengths(rows, dp_cp.size())]
+        elif tp.rank() == 0:
+            raise PackingError("every pipeline stage needs an iterator of rows on its first tensor rank")
+        if tp.size() > 1:
+            shared = torch.tensor(numbers, dtype=torch.float64, device=dev)  # exact; Core's own are float32
+            torch.distributed.broadcast(shared, torch.distributed.get_process_group_ranks(tp)[0], group=tp)
+            numbers = shared.tolist()
+        if not numbers[0]:
+            raise StopIteration  # which Core's evaluation takes for its end
+        if chunks > 1 and numbers[0] % self._group:
+            raise PackingError(f"a step of {int(numbers[0])} rows: virtual stages need a multiple of {self._group}")
+        ends = (pp.rank() == 0, 0), (pp.rank() == pp.size() - 1, chunks - 1)  # which embed, and which have the loss
+        mtp = bool(getattr(config, "mtp_num_layers", None))  # whichever stage has those layers
+        whole = [mtp or any(here and chunk == place for here, place in ends) for chunk in range(chunks)]
+        stages = _iterators(rows, whole, dev) if tp.rank() == 0 else [None] * chunks
+        return stages if chunks > 1 else stages[0], int(numbers[0]), numbers[1], numbers[2]
+
+    def _step_lengths(self, rows: list[dict[str, torch.Tensor]], ranks: int) -> list[float]:
+        if rows and "step_lengths" in rows[0]:
+            return list(rows[0]["step_lengths"].tolist())
+        sums = torch.zeros(2, dtype=torch.float64)
+        for row in rows:
+            lengths = row["cu_seqlens"].diff().double()
+            sums += torch.stack((lengths.sum(), lengths.square().sum())) / int(row.get("local_cp_size", self._cp_size))
+        return list((sums * ranks).tolist())
+
+
+def _iterators(rows: list[dict[str, torch.Tensor]], whole: list[bool], dev: Any) -> list[Any]:
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    wanted = {name for row in rows for name in row if any(whole) or name in BOUNDARIES} - {"step_lengths"}
+    moved = [{name: row[name].to(dev, non_blocking=True) for name in row if name in wanted} for row in rows]
+    # Dicts of their own for each stage: Core writes a rank's slices into the dict that it gets.
+    parts = ([{k: row[k] for k in row if all_of_it or k in BOUNDARIES} for row in moved] for all_of_it in whole)
+    return [RerunDataIterator(iter(part)) for part in parts]
+
+
+def core_row(batch: PackedBatch) -> dict[str, torch.Tensor]:
+    """A row as schedulers of Megatron-Core hand it on, see `PlannedScheduler`. ``cu_seqlens`` omit padding, whatever
+    ``packing.padding`` is, and have a masked tail as a segment without tokens: Core tells Transformer Engine that it is
+    between segments, and routers to skip it. Raises PackingError: the row has media, positions of three axes, or fields
+    that Core would leave out."""
+    if batch.visual_inputs or batch.extra or batch.position_ids.dim() != 2:
+        raise PackingError(
+            "Megatron-Core's scheduler takes rows of text with positions of one axis; remove "
+            "--sequence-packing-scheduler, or media, encoder.extra_fields and encoder.position_ids"
+        )
+    physical = batch.boundaries
+    lengths = physical.diff()
+    lengths[:] = 0
+    lengths[: batch.num_samples] = torch.tensor(batch.sample_lengths, dtype=torch.int32)
+    row = {name: getattr(batch, name)[0] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    row["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    row |= {"cu_seqlens_padded": physical, "max_seqlen": torch.tensor(batch.max_seqlen, dtype=torch.int32)}
+    if (shared := batch.shared) is not None:
+        row["local_cp_size"] = torch.tensor(shared.local_cp_size, dtype=torch.int32)
+        row["step_lengths"] = torch.tensor([shared.tokens, shared.squares], dtype=torch.float64)
+    return row
+
+
+def install(name: str) -> None:
+    """Takes the place of Core's scheduler ``name``, as ``--sequence-packing-scheduler`` calls it. Raises ConfigError:
+    Core has none of that name."""
+    from megatron.core.datasets import data_schedule
+
+    schedulers = getattr(data_schedule, "scheduler_map", {})  # none before August 2026, nor in Core 0.19
+    key = next((key for key in schedulers if getattr(key, "value", key) == name), None)  # on `main` an enumeration
+    if key is None:
+        raise ConfigError(f"this Megatron-Core has no scheduler of packed rows called {name}")
+    schedulers[key] = PlannedScheduler
+
+
 BESIDE_MODEL = "energon"
 """Folder of ``--save`` where the states are if ``--dataloader-save`` is not given; Bridge has this default, too."""
 
@@ -284,14 +377,10 @@ def packs_left(args: Any, ranks: int) -> int | None:
 def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     """Returns the loader's state for the checkpoint that this run continues from; None for a new run. Every rank of a
     replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
-    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``. Raises
-    ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
-    contains something else.
-
-    Args:
-        data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
-            the one that a run with or without pipeline stages saved if there is none with this run's name.
-    """
+    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``, or beside the model in ``energon``; None
+    takes the first rank's, which of a plan is that of all ranks, and the one that a run with or without pipeline stages
+    saved if there is none with this run's name. Raises ConfigError: the run continues and there is no state, unless
+    ``--packing-restart-data`` allows this; or the file contains something else."""
     if not args.iteration or args.packing_restart_data:
         return None
     from megatron.training.checkpointing import get_checkpoint_name
@@ -319,11 +408,9 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron-LM's function of this name, with our argument group and our checks.
-
-    ``--dataloader-type`` is ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed
-    rows; raised before any process group exists.
-    """
+    """Megatron-LM's function of this name, with our argument group and our checks. ``--dataloader-type`` is
+    ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed rows; raised before any
+    process group exists."""
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
     theirs = extra_args_provider or (lambda parser: parser)
@@ -348,17 +435,10 @@ def parse_and_validate_args(
 def train_valid_test_datasets_provider(
     train_val_test_num_samples: tuple[int | None, ...], vp_stage: int | None = None
 ) -> tuple[PackDataloader | None, PackDataloader | None, PackDataloader | None]:
-    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` to pass to ``pretrain``.
-
-    This is a collective call: all ranks make it, as in ``pretrain``.
-
-    Args:
-        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0, nor for training
-            with ``--skip-train``.
-
-    Raises:
-        UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.
-    """
+    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` to pass to ``pretrain``. This is a
+    collective call: all ranks make it, as in ``pretrain``. Given are the rows that Megatron-LM will ask for; no loader
+    is built for 0, nor for training with ``--skip-train``. Raises UserError: no data set, a missing split, an unusable
+    processor, or a state that is missing or does not fit."""
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
@@ -383,7 +463,7 @@ def train_valid_test_datasets_provider(
                 f"Megatron-Core's scheduler takes rows of text with positions of one axis, and {has}; "
                 "remove --sequence-packing-scheduler and --dynamic-context-parallel (docs/dynamic_context.md)."
             )
-        planned_scheduler.install(scheduler)
+        install(scheduler)
     data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=dynamic)
     groups = SimpleNamespace(
         dp=data_parallel,

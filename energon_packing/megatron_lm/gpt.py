@@ -26,17 +26,9 @@ __all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets
 
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
-    """One micro-batch forward, as Megatron-LM's schedules call it.
-
-    Args:
-        return_schedule_plan: refused; a plan takes no boundaries.
-
-    Returns:
-        Token losses on the last stage, hidden states elsewhere; and the loss function.
-
-    Raises:
-        ConfigError: a schedule plan is requested, or the data have images, or fields per token, for another model.
-    """
+    """One micro-batch forward, as Megatron-LM's schedules call it. Returns token losses on the last stage, hidden
+    states elsewhere; and the loss function. Raises ConfigError: a schedule plan is requested, which takes no
+    boundaries, or the data have images, or fields per token, for another model."""
     batch = read(data_iterator, return_schedule_plan)
     return called_by_name(model, batch), partial(loss_func, batch.loss_mask)
 
@@ -90,20 +82,11 @@ def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
 def loss_func(
     loss_mask: torch.Tensor | None, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss function for Megatron-LM's schedules, to be bound to a mask with `functools.partial`.
-
-    Args:
-        loss_mask: weights of the targets that this rank holds; 0 for targets that are not trained. None on stages
-            before the last, which never call it.
-
-    Returns:
-        The weighted sum; the sum of the weights, rounded to a whole number (the encoder scales fractional weights by a
-        factor that makes this exact enough); and both as ``"lm loss"`` for the report, which Megatron-LM sums over
-        micro-batches and ranks and divides.
-
-    Raises:
-        PackingError: there is no mask, so this is not the last stage.
-    """
+    """A loss function for Megatron-LM's schedules, to be bound with `functools.partial` to a mask: the weights of the
+    targets that this rank holds, 0 for those that are not trained; None on stages before the last, which never call it.
+    Returns the weighted sum; the sum of the weights, rounded to a whole number (the encoder scales fractional weights
+    by a factor that makes this exact enough); and both as ``"lm loss"`` for the report, which Megatron-LM sums over
+    micro-batches and ranks and divides. Raises PackingError: there is no mask, so this is not the last stage."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training import get_args
 

@@ -286,7 +286,7 @@ def _refusal(source: int, key: str, size: Size, limits: AnyLimits, config: AnyRu
     """Why a sample fits no pack, in the words of the online loader; a UserError under ``oversize: raise``."""
     reason, setting = "oversize", "packing.seq_length"
     if limits.too_long(size):
-        detail = kind_of_config(config).too_long(size, limits, config)
+        detail = limits.length_text(size, config.packing.seq_length)
     elif (detail := limits.exceeded(size)) is None:
         raise PackingError(f"a sample that fits a pack was refused: {size}")
     else:

@@ -13,30 +13,7 @@ from typing import Any
 
 from energon_packing.errors import UserError
 
-STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1b1f24;--soft:#59636e;--line:#d1d9e0;--raised:#f4f6f8;
---text:#2f6fb2;--image:#b3561b;--video:#7a4fb5;--trained:#1a7f37;--pad:#c9d1d9;--bad:#b42318;--focus:#0b57d0}
-@media(prefers-color-scheme:dark){:root{--paper:#0f1318;--ink:#e6eaee;--soft:#9aa6b2;--line:#333c46;--raised:#181e25;
---text:#6cb0f5;--image:#f0a35e;--video:#bd97f2;--trained:#5bd07a;--pad:#3b4550;--bad:#ff8a7d;--focus:#8ab4f8}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:76rem;padding:1.5rem;background:var(--paper);color:var(--ink);
-font:15px/1.5 system-ui,sans-serif}
-h1{font-size:1.5rem;margin:0 0 .25rem}h2{font-size:1.15rem;margin:2rem 0 .5rem}h3{font-size:1rem;margin:0 0 .25rem}
-p{margin:.25rem 0 .75rem;max-width:70ch}.soft{color:var(--soft)}
-code,.code{font:13px/1.45 ui-monospace,monospace}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-.wide{overflow-x:auto}
-th,td{padding:.25rem .75rem .25rem 0;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left;overflow-wrap:anywhere;white-space:normal}
-th{font-weight:600;color:var(--soft)}
-tr.best td{background:var(--raised);font-weight:600}
-.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(20rem,1fr));gap:1rem}
-.card{background:var(--raised);border:1px solid var(--line);border-radius:8px;padding:.75rem 1rem}
-svg{display:block;width:100%;height:auto}
-svg text{fill:var(--ink);font:11px system-ui,sans-serif}
-svg .soft{fill:var(--soft)}.bar{fill:var(--text)}.error{stroke:var(--ink);stroke-width:1}
-:focus-visible{outline:3px solid var(--focus);outline-offset:2px}
-"""
+ASSETS = Path(__file__).parent / "assets"
 
 
 def escaped(value: Any) -> str:
@@ -55,7 +32,7 @@ def packed_block(identifier: str, values: Any) -> str:
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     """A whole document, with its only script; the body is HTML that was made with `escaped` and `packed_block`."""
-    style = STYLE + style
+    style = (ASSETS / "page.css").read_text(encoding="utf-8") + style
     runs = f"'sha256-{_digest(script)}'" if script else "'none'"
     policy = (
         f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src {runs}; img-src data:; "

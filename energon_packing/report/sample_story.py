@@ -233,7 +233,6 @@ def _conversation_text(conversation: Conversation) -> str:
 def _rendered(
     encoder: PackingTaskEncoder, sized: MeasuredSample, part: SourcePart, media: ShardIndex, key: str
 ) -> Event:
-    """Decodes the media of the sample, as the loader would once it is in a pack."""
     assert sized.measured is not None
     places: dict[str, tuple[Path, int, int]] = {}
     for name in dict.fromkeys(KINDS.find("conversations").media_names(sized.measured)):

@@ -245,7 +245,8 @@ def packings(
     ranks: int = 1,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Packs the samples as the run does, and under every combination of other settings.
+    """Packs the samples as the run does, and under every combination of other settings. Raises ConfigError: a
+    ``seq_length`` is not a multiple of the alignment.
 
     Args:
         windows: samples held online, besides the run's; a plan is added to each combination where all samples were
@@ -259,9 +260,6 @@ def packings(
         and all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half
         the width of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has.
         ``fills``: of each replicate; ``part``: how much of their variance the error of drawing is.
-
-    Raises:
-        ConfigError: a ``seq_length`` is not a multiple of the alignment.
     """
     own = run.packing.seq_length, run.parallel.multiple
     for row, multiple in dict.fromkeys([own, *itertools.product(seq_lengths or own[:1], multiples or own[1:])]):
@@ -545,11 +543,9 @@ class _Dealt:
     ) -> Iterator[tuple[list[float], np.ndarray]]:
         """Of each fill, alignment, tail, packs per sample, and the fill of padded micro-batches and of rows of one
         sample; and the cost of each pack. Without a window, of a plan of all; else of one of so many readers, whose
-        window holds a share of few samples several times.
-
-        Each goes on with what the one before still held: a window that begins empty has too good a choice until several
-        times its samples have passed (rows of halves: 97 % full at first, 87 % in the end).
-        """
+        window holds a share of few samples several times. Each goes on with what the one before still held: a window
+        that begins empty has too good a choice until several times its samples have passed (rows of halves: 97 % full
+        at first, 87 % in the end)."""
         row, limits, held = self.run.packing.seq_length, self.limits, np.arange(0)
         own = round(self.epoch / readers if self.epoch >= LEAST * readers else self.epoch)
         few = own < min(window or 0, self.share.size)

@@ -219,7 +219,6 @@ def _quantity(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _bars(rows: Sequence[tuple[str, float, float]], *, label: str) -> str:
-    """Horizontal bars with their names, shares and 95 % intervals."""
     top = max((value + error for _, value, error in rows), default=1.0) or 1.0
     room = WIDTH - LEFT - RIGHT
     parts = []

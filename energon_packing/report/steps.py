@@ -11,8 +11,7 @@ from energon_packing.errors import UserError, refuse
 from energon_packing.line_file import read_lines
 from energon_packing.packing.pipeline import Layout, best_order, simulate, stage_costs
 
-LEAST_STEPS = 10
-"""That a fit needs."""
+LEAST_STEPS = 10  # that a fit needs
 FAR = 6.0
 """Steps that miss the fit by so many median errors did something else: a checkpoint, an evaluation, a compilation."""
 

@@ -16,7 +16,6 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +46,11 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
     folder are found as with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used
     instead of the hub if it has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge
     cannot be imported."""
+    from unittest import mock
+
     module_name, _, function_name = name.partition(":")
     _bridge()
-    with without_output(), _found_here():
+    with without_output(), mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]):
         try:
             module = importlib.import_module(module_name)
             function = getattr(module, function_name, None)
@@ -66,19 +67,6 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
             raise
         except Exception as error:  # a recipe runs foreign code: any error is about the recipe
             raise ConfigError(f"The recipe {name} stops with {type(error).__name__}: {_reason(error)}") from error
-
-
-@contextlib.contextmanager
-def _found_here() -> Iterator[None]:
-    """Inside the block, modules are found in the current folder too, as with ``python -m``."""
-    here = str(Path.cwd())
-    added = here not in sys.path
-    sys.path[:0] = [here] * added
-    try:
-        yield
-    finally:
-        if added:
-            sys.path.remove(here)
 
 
 def container_of_file(path: Path) -> Any:

@@ -39,13 +39,8 @@ PLACES = {
 }
 """The settings that name something to read, as our YAML calls them."""
 
-PLACES_IN_BRIDGE = {
-    "data.path": "dataset.path",
-    "data.split": "dataset.data.split",
-    "encoder.processor": "dataset.processor",
-    "encoder.chat_template": "dataset.encoder.chat_template",
-    "packing.ledger": "dataset.packing.ledger",
-}
+PLACES_IN_BRIDGE = {name: f"dataset.{name}" for name in PLACES}
+PLACES_IN_BRIDGE |= {"data.path": "dataset.path", "encoder.processor": "dataset.processor"}
 """The same in a ``ConfigContainer`` with a `PackedEnergonDatasetConfig`."""
 
 
@@ -324,7 +319,6 @@ _READ_BY_THE_RUN: dict[str, tuple[str, Any]] = {
 
 
 def _arguments() -> list[tuple[Any, str]]:
-    """Each field of the view that an argument states, with the argument."""
     return [(entry, name) for entry in dataclasses.fields(RunView) if (name := place_of(entry, "argument"))]
 
 

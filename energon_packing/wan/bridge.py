@@ -11,8 +11,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing.bridge.provider import DataSection, MetricsSection, PackProvider, frozen, twin
-from energon_packing.config import DataConfig, ParallelConfig
-from energon_packing.config.run import MetricsConfig
+from energon_packing.config import DataConfig, MetricsConfig, ParallelConfig
 from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError
 from energon_packing.thd.rotary import rotate_rows_whole
@@ -26,10 +25,8 @@ TextToVideoPackingSection: Any = twin(TextToVideoPackingConfig, ("seq_length",),
 @dataclass(kw_only=True)
 class PackedWanDatasetConfig(PackProvider):
     """Packs an Energon data set of clips and captions online, one row of patches and one of text per micro-batch.
-
     Mutable and plain, as `PackProvider` says. Hydra reaches every setting: ``dataset.encoder.compat=bridge``,
-    ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
-    """
+    ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``."""
 
     seq_length: int = 75_600
     """Latent patches per row, alignment padding included."""
@@ -150,11 +147,8 @@ def packed_step(step: Any) -> Any:
             for name, params in keywords["packed_seq_params"].items():
                 params.max_seqlen_q, params.max_seqlen_kv = clip, clip if name == "self_attention" else text
 
-        handle = innermost(model).register_forward_pre_hook(attach, with_kwargs=True)
-        try:
+        with innermost(model).register_forward_pre_hook(attach, with_kwargs=True):
             return step(state, iter((batch,)), model)
-        finally:
-            handle.remove()
 
     return forward_step
 

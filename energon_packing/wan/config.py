@@ -15,14 +15,13 @@ the alignment multiple, clip by clip.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
-from energon_packing.config.run import MetricsConfig, PlanConfig
+from energon_packing.config import DataConfig, MetricsConfig, ParallelConfig, PlanConfig, from_mapping, load_values
+from energon_packing.config.run import MAX_DROPS_WITHOUT_PACK
 from energon_packing.config.setting import check_bounds, setting
 from energon_packing.errors import ConfigError
 from energon_packing.packing.constraints import PackLimits
@@ -30,8 +29,7 @@ from energon_packing.thd.alignment import alignment_multiple, check_multiple
 
 Longer = Literal["middle", "spread"]
 Compat = Literal["none", "texts", "bridge"]
-BRIDGE_TEXT_LENGTH = 512
-"""Tokens that Bridge's Wan data path pads every text to."""
+BRIDGE_TEXT_LENGTH = 512  # tokens that Bridge's Wan data path pads every text to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +57,7 @@ class TextToVideoConfig:
     with its tokenizer; empty if all records have stored embeddings."""
     device: str = setting("cpu", changes="nothing")
     """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
-    fps: float | None = None
+    fps: float | None = setting(None, above_zero=True)
     """Frames per second that are taken from a clip, those of a slower one more than once, which the ledger notes; None
     takes every frame, as Bridge's preparation does."""
     max_frames: int = setting(81, least=1)
@@ -73,7 +71,7 @@ class TextToVideoConfig:
     its ``--height``, ``--width`` and center crop; None keeps those of the clip, up to ``max_pixels``."""
     max_source_pixels: int = setting(120_000_000, changes="packs", least=1)
     """A frame with more pixels than this is refused before it is decoded."""
-    decode_seconds: float | None = setting(120.0, changes="packs")
+    decode_seconds: float | None = setting(120.0, changes="packs", above_zero=True)
     """Wall-clock limit for decoding one clip; None sets none."""
     decode_in_child: bool = setting(True, changes="nothing")
     """Whether clips are decoded in a child process, so that a decoder that hangs or crashes costs its clip alone."""
@@ -84,10 +82,6 @@ class TextToVideoConfig:
         if self.frame_size is not None and (len(self.frame_size) != 2 or min(self.frame_size) < 1):
             raise ConfigError(f"encoder.frame_size is {list(self.frame_size)}; name a height and a width.")
         check_bounds("encoder", self)
-        for name in ("fps", "decode_seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
         if self.compat != "none" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
             raise ConfigError(
                 f"encoder.max_text_tokens is {self.max_text_tokens}; with compat={self.compat} texts are padded to "
@@ -206,12 +200,12 @@ class ClipLimits(PackLimits):
         padded: int = (clip.length % self.multiple != 0) | (clip.text_tokens % self.multiple != 0)
         return padded * self.lone_room
 
-    def overlong(self, clip: Any) -> str:
+    def length_text(self, clip: Any, seq_length: int) -> str:
         """Says why a clip is longer than a row."""
         room = self.masked_units(clip) * self.multiple
         masked = f" and {room} for a masked clip after it" if room else ""
         grid = f" ({'x'.join(map(str, clip.grid))})" if hasattr(clip, "grid") else ""  # a planned clip has none
-        return f"{clip.length} patches{grid}{masked}; a row holds packing.seq_length={self.tokens}"
+        return f"{clip.length} patches{grid}{masked}; a row holds packing.seq_length={seq_length}"
 
     def exceeded(self, clip: Any) -> str | None:
         """Says which limit besides patches a clip exceeds alone; None if it fits."""

@@ -24,8 +24,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.thd.assembly import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
 
-BRIDGE_LARGEST_LATENT = 1e3
-"""Bridge's Wan data path skips a video with a larger absolute value."""
+BRIDGE_LARGEST_LATENT = 1e3  # Bridge's Wan data path skips a video with a larger absolute value
 
 
 def largest(values: torch.Tensor) -> float:
@@ -39,10 +38,8 @@ class WanSample:
     """One video and its text."""
 
     key: str
-    latent: torch.Tensor
-    """``[channels, frames, height, width]``, the encoded video."""
-    text: torch.Tensor
-    """``[tokens, width]``, embeddings of the text, without padding."""
+    latent: torch.Tensor  # ``[channels, frames, height, width]``, the encoded video
+    text: torch.Tensor  # ``[tokens, width]``, embeddings of the text, without padding
     metadata: Any = None
 
 
@@ -213,7 +210,6 @@ def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
 
 
 def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> tuple[int, int, int]:
-    """`patch_grid` of a sample that can be packed."""
     latent, text, wrong = sample.latent, sample.text, ""
     for name, tensor, axes in (("text", text, 2), ("latent", latent, 4)):
         if tensor.dim() != axes or 0 in tensor.shape:

@@ -18,8 +18,7 @@ RECORD_VERSION = 1
 RECORD_KIND = "text_to_video"
 SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
 """The mark of text-to-video samples, which no conversation cooker takes."""
-FLOATING = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes of a stored tensor, by torch's names."""
+FLOATING = ("float16", "bfloat16", "float32", "float64")  # the dtypes of a stored tensor, by torch's names
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
 _RECORD_FIELDS = {"version", "kind", "caption", "video", "latents", "context", "metadata"}
@@ -33,15 +32,12 @@ _CLIP_FIELDS = {
 class StoredTensor:
     """A tensor that a record names."""
 
-    name: str
-    """The entry's name in its store; relative, without ``..``; its extension determines how it is read."""
-    tensor: str
-    """Its name inside a file of several tensors; empty if the file is the tensor."""
+    name: str  # the entry's name in its store; relative, without ``..``; its extension determines how it is read
+    tensor: str  # its name inside a file of several tensors; empty if the file is the tensor
     shape: tuple[int, ...]
     """Latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left out."""
     dtype: str
-    rows: int | None = None
-    """Of a text, those before trailing rows of zeros, which are padding; None means all."""
+    rows: int | None = None  # of a text, those before trailing rows of zeros, which are padding; None means all
 
     def to_record(self) -> dict[str, Any]:
         """Returns the JSON form."""

@@ -6,7 +6,6 @@
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from megatron.energon import Cooker, CrudeSample, Sample, basic_sample_keys, coo
 from megatron.energon.cache import FileStore
 
 from energon_packing.config import PackingConfig, RunConfig
-from energon_packing.energon.cookers import refuse_unreadable
+from energon_packing.energon.cookers import record_of
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.loader import LoaderBase, build_loader, data_fingerprint
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
@@ -24,10 +23,8 @@ from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.packing.balance import pack_cost
-from energon_packing.stored_record import check_depth
 from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
-from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
-from energon_packing.wan.models import CaptionEncoder, LatentEncoder
+from energon_packing.wan.encoder import CaptionEncoder, LatentEncoder, MeasuredClip, TextToVideoEncoder
 from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
 from energon_packing.wan.record import SUBFLAVORS, TextToVideo
 
@@ -67,11 +64,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     """Reads ``<key>.json`` as `TextToVideo.to_record` wrote it. Never raises for bad data: see `Problem`."""
     keys = basic_sample_keys(sample)
     try:
-        text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
-        refuse_unreadable(text)
-        stored = json.loads(text)
-        check_depth(text, stored)
-        record = TextToVideo.from_record(sample["__key__"], stored)
+        record = TextToVideo.from_record(sample["__key__"], record_of(sample))
     except SampleRejected as error:
         return TextToVideoSample(**keys, sample=None, problem=Problem.of(error))
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
@@ -142,13 +135,6 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         return MeasuredClipSample.derive_from(
             sample, measured=None if problem else measured, store=sample.store, problem=problem
         )
-
-    def _check_size(self, measured: MeasuredClip) -> None:
-        reason, detail = "over_limit", self.limits.exceeded(measured)
-        if self.limits.too_long(measured):
-            reason, detail = "oversize", self.limits.overlong(measured)
-        if detail is not None:
-            self.refuse_size(measured.key, reason, detail)
 
     @stateless
     def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:

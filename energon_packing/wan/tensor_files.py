@@ -49,16 +49,12 @@ _STORAGES = ("torch HalfStorage", "torch BFloat16Storage", "torch FloatStorage",
 class TensorInfo(NamedTuple):
     """Where a tensor lies in its file."""
 
-    tensor: str
-    """Its name inside the file; empty if the file is the tensor."""
+    tensor: str  # its name inside the file; empty if the file is the tensor
     shape: tuple[int, ...]
-    dtype: str
-    """Torch's name of it, such as ``float16``."""
-    start: int
-    """Byte at which its values begin; -1 for ``.pt``, for which only torch knows it."""
+    dtype: str  # Torch's name of it, such as ``float16``
+    start: int  # byte at which its values begin; -1 for ``.pt``, for which only torch knows it
     order: str = "<"
-    fortran: bool = False
-    """Whether the first axis varies fastest."""
+    fortran: bool = False  # whether the first axis varies fastest
 
 
 def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> TensorInfo:
@@ -343,7 +339,6 @@ def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
 
 
 def _filled_rows(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int | None:
-    """Checks every value; returns the number of rows of text embeddings, without trailing rows of zeros."""
     from energon_packing.wan.pack import largest  # needs torch
 
     tensor = read_tensor(data, suffix, (info.tensor, *NAMES[role]))

@@ -318,11 +318,12 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 def _effect(name: str) -> str:
     """What a changed setting means for a saved loader state, in a few words."""
-    from energon_packing.energon.states import BY_CONTENT, FREE
+    from energon_packing.energon.states import FIELDS
 
     section, top = name.partition(".")[0], ".".join(name.split(".")[:2])
     if section == "plan":
         return "another plan"
-    if section in ("training", "metrics") or top in FREE:
+    if section in ("training", "metrics") or FIELDS[top].metadata.get("changes") == "nothing":
         return "none"
-    return f"compared as {BY_CONTENT[top]!r}" if top in BY_CONTENT else "compared"
+    stated = FIELDS[top].metadata.get("stated")
+    return f"compared as {stated!r}" if stated else "compared"

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.demo import processor_path
-from energon_packing.validate.looks.look import LOOKS
+from energon_packing.validate.looks.data import LOOKS
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from support import dynamic_ranks
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.megatron_lm.planned_scheduler import BOUNDARIES, PlannedScheduler, core_row, install
+from energon_packing.megatron_lm.dataloader import BOUNDARIES, PlannedScheduler, core_row, install
 from energon_packing.thd.batch import Shared, real_padding
 
 pytestmark = pytest.mark.timeout(600)

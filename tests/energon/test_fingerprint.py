@@ -24,10 +24,17 @@ from energon_packing.config import (
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.states import BY_CONTENT, FREE, READERS, check_fingerprint
+from energon_packing.energon.states import FIELDS as FIELDS_OF_STATES
+from energon_packing.energon.states import READERS, check_fingerprint
 from energon_packing.errors import ConfigError
 from energon_packing.families.registry import cost_of
 
+FREE = {name for name, entry in FIELDS_OF_STATES.items() if entry.metadata.get("changes") == "nothing"}
+"""Settings that cannot change a pack."""
+BY_CONTENT = {
+    name: entry.metadata["stated"] for name, entry in FIELDS_OF_STATES.items() if entry.metadata.get("stated")
+}
+"""Settings that name something, with the entry of the fingerprint that says what it was."""
 full = pytest.mark.full
 PACKS = 14  # more than an epoch of the small data set
 BASE: dict[str, Any] = {

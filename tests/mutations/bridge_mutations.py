@@ -137,9 +137,9 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`TopKRouter.routing` of Megatron-Core, which drops tokens without the padding mask",
         edits=(
             (
-                "validate/rules/experts.py",
-                "holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,",
-                "holds=lambda view: not view.rows_of_one_width,",
+                "validate/rules/steps.py",
+                "0) > 0,\n    holds=lambda view: view.multiple == 1 and not view.rows_of_one_width,",
+                "0) > 0,\n    holds=lambda view: not view.rows_of_one_width,",
             ),
         ),
     ),
@@ -221,7 +221,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/conformance/test_dataset_config.py::"
         "test_a_balance_of_sequences_is_refused_with_the_loss_that_it_would_be",
         oracle="`moe_router_load_balancing_type` of Bridge's provider",
-        edits=(("validate/rules/experts.py", '"seq_aux_loss", 0.0) <= 0', '"seq_aux_loss", 0.0) <= 1'),),
+        edits=(("validate/rules/steps.py", '"seq_aux_loss", 0.0) <= 0', '"seq_aux_loss", 0.0) <= 1'),),
         needs_bridge=True,
     ),
     Mutation(

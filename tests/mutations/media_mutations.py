@@ -423,7 +423,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/wan/test_text_to_video_clip.py::"
         "test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding[True]",
         oracle="diffusers' `WanPipeline`",
-        edits=(("wan/models.py", "html.unescape(self._repaired(caption))", "html.unescape(caption)"),),
+        edits=(("wan/encoder.py", "html.unescape(self._repaired(caption))", "html.unescape(caption)"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -91,7 +91,7 @@ SHARING_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the row's ranks",
         edits=(
             (
-                "megatron_lm/planned_scheduler.py",
+                "megatron_lm/dataloader.py",
                 "torch.tensor(shared.local_cp_size, dtype=torch.int32)",
                 "torch.tensor(1, dtype=torch.int32)",
             ),
@@ -213,7 +213,7 @@ SHARING_MUTATIONS: tuple[Mutation, ...] = (
         name="a masked tail counts as tokens for routers",
         test=CORE + "test_padding_and_masked_tails_are_between_segments_for_core[False-lengths0-how0]",
         oracle="the row's own padding mask",
-        edits=(("megatron_lm/planned_scheduler.py", "    lengths[:] = 0\n", ""),),
+        edits=(("megatron_lm/dataloader.py", "    lengths[:] = 0\n", ""),),
         needs_bridge=True,
     ),
     Mutation(

@@ -254,9 +254,9 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the kernel",
         edits=(
             (
-                "energon/samples.py",
-                "    except NotADirectoryError:",
-                "    except (NotADirectoryError, PermissionError):",
+                "errors.py",
+                "not isinstance(error, NotADirectoryError)",
+                "not isinstance(error, NotADirectoryError | PermissionError)",
             ),
         ),
     ),

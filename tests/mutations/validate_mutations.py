@@ -153,9 +153,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="experts gather rows that differ in width",
         test=JUDGED,
         oracle="`gather_from_sequence_parallel_region`, which takes equal parts",
-        edits=(
-            ("validate/rules/experts.py", "return unless(view.rows_of_one_width or inside,", "return unless(True,"),
-        ),
+        edits=(("validate/rules/steps.py", "return unless(view.rows_of_one_width or inside,", "return unless(True,"),),
     ),
     Mutation(
         trap=143,
@@ -343,7 +341,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="the class of the processor is not compared",
         test=OF_THE_MODEL + "test_the_processor_of_every_other_family_is_refused_by_what_is_wrong[qwen3_vl]",
         oracle="transformers' processors and configurations",
-        edits=(("validate/rules/tokens.py", "if expected and own not in expected:", "if False:"),),
+        edits=(("validate/rules/families.py", "if expected and own not in expected:", "if False:"),),
     ),
     Mutation(
         trap=85,

@@ -20,12 +20,12 @@ from energon_packing.demo import processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
-from energon_packing.report.preview import Wanted
-from energon_packing.report.preview_page import (
+from energon_packing.report.preview import (
     KINDS,
     PICTURES,
     TEXT,
     ShownMedia,
+    Wanted,
     drawn_pack,
     picture,
     preview_page,

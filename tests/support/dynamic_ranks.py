@@ -240,7 +240,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    from energon_packing.megatron_lm import planned_scheduler
+    from energon_packing.megatron_lm import dataloader
     from support.whole_weights import whole_gradient
 
     sizes = {"dynamic_context_parallel": True} if case["dynamic"] else {}
@@ -249,7 +249,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     config = new_config(case)
     config.finalize_model_grads_func = finalize_model_grads
-    planned_scheduler.install(config.sequence_packing_scheduler)
+    dataloader.install(config.sequence_packing_scheduler)
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
     model = DistributedDataParallel(config, settings, new_model(config, case["positions"]))
     model.zero_grad_buffer()
@@ -363,7 +363,7 @@ def main(name: str) -> None:
     import megatron.core.models.gpt
     import megatron.core.pipeline_parallel.schedules  # noqa: F401
 
-    import energon_packing.megatron_lm.planned_scheduler
+    import energon_packing.megatron_lm.dataloader
     import energon_packing.thd  # noqa: F401
 
     if any("arguments" in case for case in json.loads((Path(name) / "cases.json").read_text())):

@@ -95,7 +95,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     from megatron.core.enums import ModelType
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from energon_packing.megatron_lm import planned_scheduler
+    from energon_packing.megatron_lm import dataloader
     from support.whole_weights import draw_weights
 
     builders, provider_of_model, script = (importlib.import_module(name) for name in SCRIPTS)
@@ -142,7 +142,7 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     args.dataloader_type = "external"  # which dynamic context parallelism refuses, as an argument
     if case.get("again"):  # each step is run twice; the name that the command line takes for it is refused later
         args.rerun_mode = "report_determinism_stats"
-    planned_scheduler.install(args.sequence_packing_scheduler)
+    dataloader.install(args.sequence_packing_scheduler)
     training.pretrain(
         pretrain_cfg_container_from_args(args),
         provider,

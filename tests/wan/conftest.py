@@ -19,7 +19,7 @@ WORDS = ["a", "the", "red", "blue", "ball", "dog", "rolls", "runs", "over", "und
 @pytest.fixture(scope="session", autouse=True)
 def latents_made_once():
     """The VAE takes most of the time of these tests, and gives the same latents of the same frames."""
-    from energon_packing.wan.models import WanLatentEncoder
+    from energon_packing.wan.encoder import WanLatentEncoder
 
     made, encode = {}, WanLatentEncoder.encode
 

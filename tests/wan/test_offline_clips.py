@@ -26,7 +26,7 @@ from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.verify import VerifyConfig, first_difference, verify
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
-from energon_packing.wan.models import T5CaptionEncoder
+from energon_packing.wan.encoder import T5CaptionEncoder
 from energon_packing.wan.stored import StoredClips
 from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, build_text_to_video_loader
 

@@ -19,8 +19,7 @@ from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, p
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.media.probe import media_file
 from energon_packing.wan.config import TextToVideoConfig
-from energon_packing.wan.encoder import TextToVideoEncoder, plan_clip, resize_frames
-from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
+from energon_packing.wan.encoder import T5CaptionEncoder, TextToVideoEncoder, WanLatentEncoder, plan_clip, resize_frames
 from energon_packing.wan.pack import WanPack, WanSample, pack_wan
 from energon_packing.wan.record import StoredTensor, TextToVideo
 

@@ -241,7 +241,7 @@ def test_an_image_is_a_clip_of_one_frame(form, fps, pipeline, tmp_path):
     from PIL import Image
     from webdataset import TarWriter
 
-    from energon_packing.wan.models import WanLatentEncoder
+    from energon_packing.wan.encoder import WanLatentEncoder
 
     pictures, source = {}, tmp_path / f"images.{'jsonl' if form == 'column' else 'tar'}"
     for number, size in enumerate([(64, 48), (32, 64), (48, 48)]):

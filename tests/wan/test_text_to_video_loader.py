@@ -17,7 +17,7 @@ from energon_packing.energon.loader import build_dataset
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
-from energon_packing.wan.models import T5CaptionEncoder, WanLatentEncoder
+from energon_packing.wan.encoder import T5CaptionEncoder, WanLatentEncoder
 from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, build_text_to_video_loader
 
 wan = pytest.fixture(scope="module")(bridge_wan)

@@ -13,12 +13,49 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from energon_packing.convert.layout import DATASET_FILE, INFO_FILE, META_DIRECTORY, dataset_entry
 from energon_packing.errors import UserError, some_of
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
-from energon_packing.validate.looks.look import LOOKS, Look
+
+LookOutcome = Literal["ok", "error", "note", "not looked at"]
+"""``note`` is worth knowing and stops nothing; ``not looked at`` says that nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedSample:
+    """A sample that the run would not train on, as its ledger would name it."""
+
+    key: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look."""
+
+    id: str  # stable name for people and machines, one of `LOOKS`
+    at: str  # the setting and its value, such as ``data.path: out/data``
+    outcome: LookOutcome  # an ``error`` makes the run impossible or wrong
+    why: str  # one sentence of what was found, or of why nothing was looked at
+    fix: str = ""  # what to change; empty where nothing is wrong
+    samples: int = 0  # conversations that were measured; of the look at samples only
+    refused: tuple[RefusedSample, ...] = ()  # those among them that the run would drop
+
+
+LOOKS = {
+    "data-path": "the data set is there, and all data sets that a blend names",
+    "data-split": "it has the parts that the run reads, with samples in them",
+    "data-index": "shards and Energon's index of them (.nv-meta) are complete",
+    "data-media": "the media store is there, and knows the sizes of its media",
+    "packing-ledger": "the directory of the ledger can be written",
+    "processor": "the processor can be loaded from this machine",
+    "chat-template": "the chat template is there and fits the tokenizer",
+    "samples": "200 conversations from all over it can be trained on, and the template leaves nothing of them out",
+}
+"""What is true if a look ends with ``ok``, by its id, in the order of the looks."""
 
 REMOTE = "://"
 _LISTS = ("blend", "blend_epochized", "join", "datasets")
@@ -86,7 +123,6 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
 
 
 def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
-    """Leaves of the entry of a split, or of a list of references."""
     for key in ("aux", "subflavors"):
         if not isinstance(values.get(key) or {}, Mapping):
             yield Flaw("data-path", f"{key!r} of {above[-1]} is no mapping", "correct the metadataset")
@@ -272,7 +308,6 @@ class _Found:
 
 
 def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
-    """One look or more at all parts together."""
     good = [pair for pairs in found.sound.values() for pair in pairs]
     flaws = dict.fromkeys(flaw for _, flaw in found.flaws if flaw.look == id)
     yield from (Look(id, at, "error", flaw.why, flaw.fix) for flaw in flaws)
@@ -295,7 +330,6 @@ def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
 
 
 def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
-    """One look or more at a part that the run reads."""
     id, at, sound = "data-split", f"{setting}: {found.parts[setting]}", found.sound[setting]
     own = dict.fromkeys(flaw for where, flaw in found.flaws if where == setting and flaw.look == id)
     more = "" if setting == training else ", or turn the evaluation off"

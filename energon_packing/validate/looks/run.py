@@ -10,8 +10,7 @@ from energon_packing.config import EncoderConfig, RunConfig
 from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.validate.looks.data import REMOTE, look_at_data
-from energon_packing.validate.looks.look import LOOKS, Look, LookOutcome
+from energon_packing.validate.looks.data import LOOKS, REMOTE, Look, LookOutcome, look_at_data
 from energon_packing.validate.run_facts import cached_directory, is_hub_name, offline
 from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output
@@ -55,7 +54,6 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
 
 
 def _processor(config: EncoderConfig) -> tuple[LookOutcome, str, str, Any]:
-    """Outcome, sentence and fix of the look at the processor, and the processor itself, if it can be used."""
     name = config.processor
     if not name:
         return "not looked at", "no processor is named", "", None
@@ -101,7 +99,6 @@ def _lacking_files(directory: Path) -> str:
 
 
 def _plain(error: Exception) -> str:
-    """The sentence of an error, without its full stop."""
     return " ".join(str(error).split()).rstrip(".")
 
 

@@ -20,8 +20,16 @@ from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.sample_kind import kind_of_subflavors
 from energon_packing.trust import check_data_set, trusting
-from energon_packing.validate.looks.data import PREPARE_MEDIA, REMOTE, DataLooks, Inspected, Leaf, mapping_in
-from energon_packing.validate.looks.look import Look, RefusedSample
+from energon_packing.validate.looks.data import (
+    PREPARE_MEDIA,
+    REMOTE,
+    DataLooks,
+    Inspected,
+    Leaf,
+    Look,
+    RefusedSample,
+    mapping_in,
+)
 from energon_packing.validate.run_facts import DataFacts, offline
 
 
@@ -152,7 +160,6 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
 
 
 def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int) -> Look:
-    """The look at the conversations of one data set."""
     refused: list[RefusedSample] = []
     frequent = FrequentDrops("looked at")
     number, why, fix = 0, "", "change the setting that it names"
@@ -179,7 +186,6 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int
 
 
 def _judged(at: str, number: int, refused: list[RefusedSample], frequent: FrequentDrops) -> Look:
-    """What the refusals mean for the run."""
     if not number:
         return _error(at, "it has no samples", "convert records into it", number, refused)
     listed = ", ".join(f"{count} {why}" for why, count in Counter(sample.reason for sample in refused).most_common())

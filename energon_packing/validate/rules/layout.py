@@ -37,7 +37,6 @@ def _global_batch(view: RunView) -> Finding | None:
 
 
 def _unless_whole_groups(view: RunView, size: int, sizes: str, more: str = "") -> Finding | None:
-    """A finding, unless the GPUs make whole groups of a size, the product of the named ``sizes``."""
     why = f"{view.world_size} GPUs are not divisible by {sizes} = {size}"
     return unless(view.world_size % size == 0, why=why, fix=f"use a multiple of {size} GPUs{more}")
 
@@ -115,7 +114,7 @@ _BY_ROW = "each row has a context-parallel size of its own"
     checks="a run gives each row a context-parallel size of its own only where that works",
     place="megatron.training.arguments.validate_args, on Megatron-LM's branch dev",
     applies=lambda view: view.dynamic_context_parallel,
-    sources=(SourceLine("energon_packing/megatron_lm/planned_scheduler.py", "scheduler takes rows of text"),),
+    sources=(SourceLine("energon_packing/megatron_lm/dataloader.py", "scheduler takes rows of text"),),
 )
 def _dynamic_context_parallel(view: RunView) -> Finding | None:
     reasons = {

@@ -197,9 +197,6 @@ _captured_rows_are_alike = rule(
     fix="leave attention out of the capture, or set packing.padding to real",
 )
 
-FIRST_TO_TELL_BY_OBJECT = (2, 18)
-"""Release of Transformer Engine from which two boundary tensors always count as padding between sequences."""
-
 
 def _packer_of_bridge(view: RunView) -> str | None:
     """The part of Bridge that lays out the run's rows; None for our rows and single-sample rows."""
@@ -224,7 +221,7 @@ def _padding_is_visible(view: RunView) -> Finding | None:
     installed = installed_version("transformer-engine")
     numbers = tuple(int(number) for number in re.findall(r"\d+", installed or "")[:2])
     return unless(
-        numbers >= FIRST_TO_TELL_BY_OBJECT,
+        numbers >= (2, 18),  # from which two boundary tensors always count as padding between sequences
         why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that if "
         "only the last sample is padded, as the only sample of a row may be; Transformer Engine before 2.18 "
         f"({installed or 'none'} is installed) then silently loses keys over {view.context_parallel} ranks",

@@ -42,19 +42,15 @@ class Versioned:
 
 @dataclass(frozen=True, slots=True)
 class SourceLine(Versioned):
-    """The place of a rule in the source of the program that it is about.
-
-    Attributes:
-        file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
-        says: text that the file contains, part of one line.
-    """
+    """The place of a rule in the source of the program that it is about: a file from the root of its package
+    (``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``), and a text that it contains, part of
+    one line."""
 
     file: str
     says: str
 
 
 def _line_of(folder: str, file: str, says: str, **versions: Any) -> SourceLine:
-    """Returns a line of a file in a folder, maybe ``since`` a version of Bridge and ``before`` another."""
     return SourceLine(f"{folder}/{file}", says, **versions)
 
 
@@ -181,11 +177,9 @@ class Judgement:
 
 
 def judge(view: RunView) -> list[Judgement]:
-    """Returns one judgement per rule on a run, in the order of `all_rules`.
-
-    The first error among those with ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size``
-    comes earlier for Bridge's own text data sets.
-    """
+    """Returns one judgement per rule on a run, in the order of `all_rules`. The first error among those with
+    ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own
+    text data sets."""
     judgements = []
     for rule in all_rules():
         concerned = rule.concerns(view)

@@ -95,9 +95,6 @@ class Clips(SampleKind):
             lone_room=encoder.limits.lone_room,
         )
 
-    def too_long(self, size: Any, limits: ClipLimits, run: TextToVideoRunConfig) -> str:
-        return limits.overlong(size)
-
     def free_when_stored(self, store: str) -> set[str]:
         # Where tensors are stored, so is their dtype, and no caption is read.
         free = {f"encoder.{name}" for name in length_free_of(TextToVideoConfig)}

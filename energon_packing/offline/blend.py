@@ -115,8 +115,17 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Part:
+    """What is packed together: of each data set, an interval ``[first, last)`` of its endless row of permutations."""
+
+    number: int  # of its random choices
+    intervals: tuple[tuple[float, float], ...] = ()  # of each data set, in permutations
+    rows: np.ndarray | None = None  # ``[N]`` rows of `Samples` that it has instead, all of one group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blend:
-    """Draws the samples of each epoch."""
+    """Draws the samples of each part."""
 
     ends: tuple[int, ...]  # ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end
     shares: tuple[Share, ...]  # of each data set, as the plan or its metadataset says
@@ -125,7 +134,7 @@ class Blend:
     groups: Mapping[str, tuple[int, ...]]  # for each group, the numbers of its data sets, by name of the group
     samples: Samples  # what can be packed
     config: PlanConfig  # seed and unit of the weights
-    # ``[N]`` rows of `Samples` that come first, as an epoch of their own; None begins with a whole epoch
+    # ``[N]`` rows of `Samples` that come first, as a part of their own; None or none begins with a whole epoch
     rest: np.ndarray | None = None
 
     @classmethod
@@ -153,23 +162,30 @@ class Blend:
             config=config,
         )
 
-    def epoch(self, number: int, group: str) -> np.ndarray:
-        """Rows of `Samples` that a group has in an epoch, ``[N]`` int64, in seeded random order. A row occurs more than
-        once if its data set is repeated within the epoch. Pieces of a sample occur together."""
-        if self.rest is not None:
-            if not number:
-                return np.random.default_rng([self.config.seed, 4]).permutation(self.rest)
-            number -= 1
-        rows = np.concatenate([self._of_dataset(dataset, number) for dataset in self.groups[group]])
-        place = sorted(self.groups).index(group)
-        return np.random.default_rng([self.config.seed, number, place, 1]).permutation(rows)
+    def parts(self) -> list[Part]:
+        """What is packed together, in order: `rest`, if it has any, and every epoch."""
+        ahead = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
+        return ahead + [
+            Part(
+                number=epoch,
+                intervals=tuple((_position(epoch * each), _position((epoch + 1) * each)) for each in self.repeats),
+            )
+            for epoch in range(self.config.epochs)
+        ]
 
-    def _of_dataset(self, dataset: int, epoch: int) -> np.ndarray:
+    def drawn(self, part: Part, group: str) -> np.ndarray:
+        """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
+        once if its data set is repeated within the part. Pieces of a sample occur together."""
+        if part.rows is not None:
+            return np.random.default_rng([self.config.seed, 4]).permutation(part.rows)
+        rows = np.concatenate([self._of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
+        place = sorted(self.groups).index(group)
+        return np.random.default_rng([self.config.seed, part.number, place, 1]).permutation(rows)
+
+    def _of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
         start, end = (0, *self.ends)[dataset : dataset + 2]
-        repeats = self.repeats[dataset] if start < end else 0.0
-        first, last = (_position(number * repeats) for number in (epoch, epoch + 1))
         parts = [np.zeros(0, dtype=np.int64)]
-        for turn in range(math.floor(first), math.ceil(last)):
+        for turn in range(math.floor(first), math.ceil(last) if start < end else 0):
             low, high = max(first - turn, 0.0), min(last - turn, 1.0)
             whole = low == 0.0 and high == 1.0
             parts.append(np.arange(start, end) if whole else self._stretch(dataset, turn, start, end, low, high))

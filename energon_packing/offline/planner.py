@@ -23,7 +23,7 @@ from energon_packing.config.setting import before, marked
 from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, Share, gathered, group_numbers, shares_of
+from energon_packing.offline.blend import Blend, Part, Share, gathered, group_numbers, shares_of
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order
@@ -119,11 +119,9 @@ def is_dynamic(config: AnyRun) -> TypeGuard[RunConfig]:
 def ordered_packs(
     blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
-    """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
-    as an epoch of their own. Raises UserError: an epoch has no samples."""
-    settings, epochs = config.plan, config.plan.epochs
-    if rest is not None and rest.size:
-        blend, epochs = replace(blend, rest=rest), epochs + 1
+    """Packs every part of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
+    as a part of their own. Raises UserError: a part has no samples."""
+    settings, blend = config.plan, replace(blend, rest=rest)
     of_samples = np.stack(np.broadcast_arrays(*kind_of_config(config).cost(config).costs(samples.sizes)), axis=1)
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
@@ -132,8 +130,8 @@ def ordered_packs(
     ends: list[int] = []
     before = np.zeros((0, 2), dtype=np.int64)  # costs of the packs of the last group, if it is not whole
     bounds = 0
-    for epoch in range(epochs):
-        rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
+    for epoch, part in enumerate(blend.parts()):
+        rows, counts, bound = _packed_part(blend, part, samples, limits, config)
         if rows.size == 0:
             raise UserError(f"epoch {epoch} of the plan has no samples; raise plan.datasets' weights or epochs.")
         bounds += bound
@@ -165,13 +163,13 @@ def ordered_packs(
     )
 
 
-def _packed_epoch(
-    blend: Blend, epoch: int, samples: Samples, limits: AnyLimits, config: AnyRun
+def _packed_part(
+    blend: Blend, part: Part, samples: Samples, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
     rows, counts, bound = [], [], 0
     for group in sorted(blend.groups):
-        drawn = blend.epoch(epoch, group)
+        drawn = blend.drawn(part, group)
         if drawn.size == 0:
             continue
         packs, least = packs_of(samples.sizes.take(drawn), limits, config, drawn)

@@ -205,6 +205,9 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
     if not report["packing"]:
         told = page.plan_sentences(report["plan"]) if report["plan"] else ()
         say(*told, *report["recommendation"]["reasons"], wrap=True)
+        if (mix := (report["plan"] or {}).get("mix", {})).get("parts"):
+            cells = page.mix_cells(mix["parts"], report["plan"]["global_batch_size"])
+            console.print(table(cells, left=("share of tokens, steps",), right=mix["datasets"]))
         return
     names = ("mult.", "window", "fill", "lost", "packs", "steps")
     say(page.own_sentence(report), wrap=True)

@@ -1,25 +1,31 @@
 """Which samples occur in which epoch of a plan, when data sets have weights or are repeated.
 
 The share of a data set is what the section ``plan`` says, or else the metadataset that was measured. Every data set is
-an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So a data set that
-occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
+an endless row of seeded permutations of its samples, and each epoch or stage takes the next stretch of it. So a data
+set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
+
+A plan that goes on from another one keeps its first packs. The permutation that they had begun, or several, is then
+completed: what they lack comes first.
 """
 
+import bisect
 import difflib
+import itertools
 import math
 import os.path
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import IndexedDataset
-from energon_packing.offline.plan import ROUNDING
-from energon_packing.offline.samples import Samples
+from energon_packing.offline.plan import ROUNDING, Plan
+from energon_packing.offline.samples import Samples, Sources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +42,11 @@ class Share:
 def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Share]:
     """The share of each data set. Raises ConfigError: a name that no data set has, or that two have; weights for only
     some of the data sets."""
-    settings = _named_settings(datasets, config)
+    settings = _by_name(datasets, config.datasets, PlannedDatasetConfig(), "plan.datasets")
+    if config.stages:
+        used = np.any(stage_weights(datasets, config), axis=0).tolist()
+        pairs = zip(settings, used, strict=True)
+        return [Share(weight=None, epochs=float(it), group=setting.group) for setting, it in pairs]
     epochs = [_epochs(dataset, setting, config) for dataset, setting in zip(datasets, settings, strict=True)]
     used = [number for number, each in enumerate(epochs) if each > 0]
     if not used:
@@ -85,8 +95,14 @@ def _weights_of_the_blend(
     return [dataset.weight for dataset in datasets]
 
 
-def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[PlannedDatasetConfig]:
-    """The entry of each data set under ``plan.datasets``, by any of its names."""
+def stage_weights(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:
+    """The weight of each data set in each stage, ``[stages, D]`` float64. Raises ConfigError: a name that no data set
+    has, or that two have."""
+    return np.array([_by_name(datasets, stage.datasets, 0.0, "plan.stages") for stage in config.stages])
+
+
+def _by_name[T](datasets: Sequence[IndexedDataset], entries: Mapping[str, T], default: T, where: str) -> list[T]:
+    """The entry of each data set in a setting, by any of its names."""
     names: defaultdict[str, list[int]] = defaultdict(list)
     short: defaultdict[str, list[int]] = defaultdict(list)
     for number, dataset in enumerate(datasets):
@@ -94,21 +110,21 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
             names[name].append(number)
         for name in {os.path.basename(path) for path in dataset.names} - dataset.names:
             short[name].append(number)
-    settings = [PlannedDatasetConfig()] * len(datasets)
+    settings = [default] * len(datasets)
     named: dict[int, str] = {}
-    for name, setting in config.datasets.items():
+    for name, setting in entries.items():
         spelled = (name, os.path.abspath(name))
         numbers = next((known[each] for known in (names, short) for each in spelled if each in known), [])
         if not numbers:
             near = difflib.get_close_matches(name, [*names, *short], n=1)
             known = ", ".join(dataset.name for dataset in datasets)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {known}."
-            raise ConfigError(f"plan.datasets: no index has the data set {name!r}; {hint}")
+            raise ConfigError(f"{where}: no index has the data set {name!r}; {hint}")
         if len(numbers) > 1:
             several = ", ".join(f"{datasets[at].name} in {datasets[at].root}" for at in numbers)
-            raise ConfigError(f"plan.datasets: {name!r} names several data sets ({several}); name the one you mean.")
+            raise ConfigError(f"{where}: {name!r} names several data sets ({several}); name the one you mean.")
         if numbers[0] in named:
-            raise ConfigError(f"plan.datasets: {named[numbers[0]]!r} and {name!r} are the same data set; name it once.")
+            raise ConfigError(f"{where}: {named[numbers[0]]!r} and {name!r} are the same data set; name it once.")
         named[numbers[0]] = name
         settings[numbers[0]] = setting
     return settings
@@ -124,6 +140,29 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """The first packs of another plan, with which a plan begins."""
+
+    plan: str  # id of the other plan
+    order: np.ndarray  # ``[rows]`` int64 rows of `Samples`, one pack after another
+    sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
+    times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
+    ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
+    begun: int  # epochs or stages that they have whole
+
+    @property
+    def share_left(self) -> float:
+        """Share of the packs of the epoch that has begun which they do not have."""
+        first, stop = (0, *self.ends, *self.ends[-1:])[self.begun : self.begun + 2]
+        return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
+
+    @property
+    def rows_begun(self) -> np.ndarray:
+        """Rows of the stage that has begun."""
+        return self.order[int(self.sizes[: (0, *self.ends)[self.begun]].sum()) :]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blend:
     """Draws the samples of each part."""
 
@@ -136,6 +175,8 @@ class Blend:
     config: PlanConfig  # seed and unit of the weights
     # ``[N]`` rows of `Samples` that come first, as a part of their own; None or none begins with a whole epoch
     rest: np.ndarray | None = None
+    kept: Kept | None = None  # what comes before all parts
+    lengths: np.ndarray | None = None  # ``[stages, D]`` permutations of each data set in a stage, if there are stages
 
     @classmethod
     def of(
@@ -152,26 +193,57 @@ class Blend:
         for number, share in enumerate(shares):
             group = group_name(datasets[number].subflavors) if share.group is None else share.group
             groups[group].append(number)
+        lengths = None
+        if config.stages:
+            weights, held = stage_weights(datasets, config), np.array(amounts)
+            if (empty := np.flatnonzero(weights.any(axis=0) & (held == 0))).size:
+                raise UserError(f"plan.stages: no sample of {datasets[empty[0]].name} can be packed; leave it out.")
+            turns = weights / np.maximum(held, 1)  # permutations for a unit of weight
+            of_turn = np.array([tokens[start:end].sum() for start, end in pairwise([0, *ends])], np.float64)
+            lengths = turns * (np.array([each.tokens for each in config.stages]) / (turns @ of_turn))[:, None]
         return cls(
             ends=tuple(ends),
             shares=tuple(shares),
             amount=amount,
-            repeats=_repeats(shares, amounts),
+            repeats=_repeats(shares, amounts) if lengths is None else tuple(lengths.mean(axis=0).tolist()),
+            lengths=lengths,
             groups={name: tuple(numbers) for name, numbers in groups.items()},
             samples=samples,
             config=config,
         )
 
     def parts(self) -> list[Part]:
-        """What is packed together, in order: `rest`, if it has any, and every epoch."""
-        ahead = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
-        return ahead + [
-            Part(
-                number=epoch,
-                intervals=tuple((_position(epoch * each), _position((epoch + 1) * each)) for each in self.repeats),
-            )
-            for epoch in range(self.config.epochs)
-        ]
+        """What is packed together, in order: `rest`, if it has any, and every epoch or stage, or what `kept` packs have
+        left of them."""
+        parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
+        begun, share = (self.kept.begun, self.kept.share_left) if self.kept is not None else (0, 1.0)
+        given = before = np.array([self._given(number) for number in range(len(self.ends))])
+        weighted, repeats = any(each.weight for each in self.shares), np.array(self.repeats)
+        for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
+            if self.lengths is not None:
+                after = before + self.lengths[number] * (self._left(number) if number == begun else 1.0)
+            else:  # without weights each sample of a data set that was there comes as often as if nothing were kept
+                after = given + repeats * (number - begun + (share if weighted else 1.0))
+                after = after if weighted else np.where(given > 0, np.maximum(repeats * (number + 1), before), after)
+            pairs = zip(before.tolist(), after.tolist(), strict=True)
+            parts.append(Part(number=number, intervals=tuple((_position(low), _position(high)) for low, high in pairs)))
+            before = after
+        return parts
+
+    def _given(self, dataset: int) -> float:
+        """How many permutations of a data set the kept packs have."""
+        own = slice(*(0, *self.ends)[dataset : dataset + 2])
+        amount = self.amount[own]
+        return (
+            0.0
+            if self.kept is None or not amount.any()
+            else float((self.kept.times[own] * amount).sum() / amount.sum())
+        )
+
+    def _left(self, stage: int) -> float:
+        """The share of the tokens of a stage that the kept packs, which have begun it, do not have."""
+        tokens = 0 if self.kept is None else self.samples.sizes.tokens[self.kept.rows_begun].sum()
+        return max(0.0, 1.0 - float(tokens) / self.config.stages[stage].tokens)
 
     def drawn(self, part: Part, group: str) -> np.ndarray:
         """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
@@ -185,6 +257,19 @@ class Blend:
     def _of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
         start, end = (0, *self.ends)[dataset : dataset + 2]
         parts = [np.zeros(0, dtype=np.int64)]
+        if self.kept is not None and start < end and first < last:
+            times = self.kept.times[start:end]
+            begun = int(times.max())  # permutations, the last ones of which may lack samples
+            left = np.random.default_rng([self.config.seed, dataset, begun, 6]).permutation(
+                np.repeat(np.arange(start, end), begun - times)
+            )
+            after = np.cumsum(
+                self.samples.sizes.tokens[left] if self.config.weights_by == "tokens" else np.ones(left.size)
+            )
+            given = self._given(dataset)
+            places = given + (begun - given) * (after - np.diff(after, prepend=0) / 2) / after[-1:]
+            parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
+            first = max(first, float(begun))
         for turn in range(math.floor(first), math.ceil(last) if start < end else 0):
             low, high = max(first - turn, 0.0), min(last - turn, 1.0)
             whole = low == 0.0 and high == 1.0
@@ -204,6 +289,47 @@ class Blend:
         middle = (after - amount[order] / 2) / after[-1]
         chosen = order[(middle >= low) & (middle < high)]
         return start + gathered(np.append(firsts, end - start), chosen)
+
+
+def kept_packs(plan: Plan, first: int, sources: Sources, samples: Samples, decided: Mapping[str, Any]) -> Kept:
+    """The packs of a plan before pack `first`, for one of these samples whose packs are `decided` so. Raises UserError:
+    the plan has fewer; it has other packs; or a sample of them is not in the index, or is another there."""
+    facts = plan.facts
+    if not 0 <= first <= facts.packs:
+        raise UserError(f"--from is {first}, and {plan.path} has only {facts.packs} packs.")
+    for name in sorted((facts.decided.keys() | decided.keys()) - {"plan", "rest", "extends"}):
+        if (before := facts.decided.get(name)) != (now := decided.get(name)):
+            raise UserError(f"{plan.path} was made with {name} {before!r}, now it is {now!r}; packs stay as they are.")
+    numbers = {record: at for at, record in enumerate(it for each in sources.datasets for it in each.records)}
+    of_plan = [[numbers.get(record, -1) for record in each.records] for each in facts.datasets]
+    shards = np.array([[*each, *[-1] * (max(map(len, of_plan)) - len(each))] for each in of_plan])
+    columns = ("pack", "dataset", "shard", "row", "piece", "length", "second")
+    groups = itertools.islice(plan.tables([*columns]), bisect.bisect_left(facts.row_groups, first))
+    tables = [np.stack([table.column(name).to_numpy().astype(np.int64) for name in columns]) for table in groups]
+    rows = np.concatenate([np.zeros((len(columns), 0), np.int64), *tables], axis=1)
+    pack, dataset, shard, row, piece, *lengths = rows[:, : np.searchsorted(rows[0], first)]
+    number = shards[dataset, shard]
+    order = np.searchsorted(samples.source, sources.starts[number] + row) + np.maximum(piece, 0)
+    held = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
+    own = np.stack([each[np.minimum(order, len(samples) - 1)] for each in held])
+    wrong = (number < 0) | (own != np.stack([sources.starts[number] + row, piece, *lengths])).any(axis=0)
+    if wrong.any():
+        at = int(wrong.argmax())
+        source = facts.datasets[dataset[at]]
+        raise UserError(
+            f"pack {pack[at]} of {plan.path} has sample {row[at]} of {source.shards[shard[at]].name} in {source.root}, "
+            "which is not in the index, or has another length there; give the "
+            "indexes that it was planned from, with more data sets beside them."
+        )
+    alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
+    return Kept(
+        plan=facts.id,
+        order=order,
+        sizes=np.bincount(pack, minlength=first).astype(np.int64),
+        times=np.bincount(order, minlength=len(samples)),
+        ends=facts.epoch_ends if alike else (),
+        begun=bisect.bisect_right(facts.epoch_ends, first) if alike else 0,
+    )
 
 
 def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:

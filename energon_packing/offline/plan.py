@@ -169,14 +169,21 @@ class PlanFacts:
         return places
 
     @property
+    def stages(self) -> int:
+        """Stages of the plan, each an epoch of its own; 0 if it has whole passes over its blend."""
+        return len(self.decided["plan"].get("stages", ()))
+
+    @property
     def epochs(self) -> int:
-        """Whole passes over the blend; a plan of the rest of a run has an epoch more, which comes first."""
-        return int(self.decided["plan"]["epochs"])
+        """Whole passes over the blend, or stages; a plan of the rest of a run has an epoch more, which comes first."""
+        return self.stages or int(self.decided["plan"]["epochs"])
 
     @property
     def unfinished(self) -> str | None:
         """The first data set that the plan ends in the middle of, with how often its samples occur; None if each is
-        gone through a whole number of times, so that the plan may begin again."""
+        gone through a whole number of times, so that the plan may begin again. Stages never do."""
+        if self.stages:
+            return "its stages"
         datasets = self.summary.get("datasets", ())
         rounding = ROUNDING * self.epochs
         if all(each["per_epoch"] == round(each["per_epoch"], 6) for each in datasets):  # plans of before had 6 digits
@@ -203,6 +210,7 @@ class PlanFacts:
         read_as(tuple[tuple[str, Amount], ...], shares)
         planned = read_as(Mapping, facts.decided["plan"])
         epochs, _ = read_as(tuple[Count, Count], (planned["epochs"], planned["seed"]))
+        epochs = len(read_as(tuple[Mapping, ...], planned.get("stages", []))) or epochs
         if not epochs or len(facts.epoch_ends) - epochs not in (0, 1) or not facts.max_data_parallel:
             raise ValueError(f"{len(facts.epoch_ends)} epochs end, and it has {epochs}")
         if len({kind_of([each]) for each in facts.datasets}) > 1:

@@ -23,11 +23,20 @@ from energon_packing.config.setting import before, marked
 from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, Part, Share, gathered, group_numbers, shares_of
+from energon_packing.offline.blend import (
+    Blend,
+    Part,
+    Share,
+    gathered,
+    group_numbers,
+    kept_packs,
+    shares_of,
+    stage_weights,
+)
 from energon_packing.offline.files import remove_leftovers, said, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.order import balanced_order
-from energon_packing.offline.plan import LIMITED, PlanFacts, drops_path, hashed, step_samples, written_drops
+from energon_packing.offline.plan import LIMITED, Plan, PlanFacts, drops_path, hashed, step_samples, written_drops
 from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
@@ -116,12 +125,10 @@ def is_dynamic(config: AnyRun) -> TypeGuard[RunConfig]:
     return isinstance(config, RunConfig) and config.parallel.is_dynamic
 
 
-def ordered_packs(
-    blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
-) -> OrderedPacks:
-    """Packs every part of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
-    as a part of their own. Raises UserError: a part has no samples."""
-    settings, blend = config.plan, replace(blend, rest=rest)
+def ordered_packs(blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun) -> OrderedPacks:
+    """Packs every part of the blend and puts all packs into their order, after those that it keeps. Raises UserError: a
+    part has no samples, or there is none."""
+    settings = config.plan
     of_samples = np.stack(np.broadcast_arrays(*kind_of_config(config).cost(config).costs(samples.sizes)), axis=1)
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
@@ -129,15 +136,26 @@ def ordered_packs(
     costs: list[np.ndarray] = []
     ends: list[int] = []
     before = np.zeros((0, 2), dtype=np.int64)  # costs of the packs of the last group, if it is not whole
-    bounds = 0
+    bounds = made = 0
+    if blend.kept is not None and blend.kept.sizes.size:
+        order, sizes = [blend.kept.order.astype(small)], [blend.kept.sizes]
+        bounds = made = blend.kept.sizes.size
+        costs = [np.add.reduceat(of_samples[order[0]], np.cumsum(sizes[0]) - sizes[0])]
+        ends = [*blend.kept.ends[: blend.kept.begun]]
+        before = costs[0][made // settings.max_data_parallel * settings.max_data_parallel :]
     for epoch, part in enumerate(blend.parts()):
         rows, counts, bound = _packed_part(blend, part, samples, limits, config)
+        if rows.size == 0 and made > (0, *ends)[-1]:  # the packs that are kept have all of it
+            ends.append(made)
+            continue
         if rows.size == 0:
-            raise UserError(f"epoch {epoch} of the plan has no samples; raise plan.datasets' weights or epochs.")
+            more = "raise plan.datasets' weights or epochs" if blend.lengths is None else "give it more tokens"
+            raise UserError(
+                f"{'epoch' if blend.lengths is None else 'stage'} {epoch} of the plan has no samples; {more}."
+            )
         bounds += bound
         offsets = np.concatenate([[0], np.cumsum(counts)])
         pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1])
-        start = ends[-1] if ends else 0
         wide = settings.max_data_parallel
         seed = [settings.seed, epoch, 3]
         chosen = np.random.default_rng(seed).permutation(counts.size)  # whoever shares its rows evens a step out
@@ -148,7 +166,7 @@ def ordered_packs(
         order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])
-        ends.append(start + chosen.size)
+        ends.append(made := made + chosen.size)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
     both = np.concatenate(costs)
     return OrderedPacks(
@@ -304,11 +322,22 @@ def summary_of(
             for ranks in parallel_sizes
             if (efficiency := efficiency_of(packs.costs, ranks)) is not None
         },
+        **({"mix": _mix(packs, sizes.tokens)} if config.plan.stages or packs.blend.kept is not None else {}),
         "steps": {
             str(batch): np.diff(np.array([0, *packs.epoch_ends]) // batch).tolist()  # steps that end in each epoch
             for batch in batches
         },
     }
+
+
+def _mix(packs: OrderedPacks, tokens: np.ndarray) -> list[dict[str, Any]]:
+    """Of each epoch or stage, the number of packs up to its end, and the tokens of each data set in it."""
+    found, ends = [], packs.blend.ends
+    for first, stop in pairwise([0, *packs.epoch_ends]):
+        rows = packs.order[packs.offsets[first] : packs.offsets[stop]]
+        held = np.bincount(np.searchsorted(ends, rows, side="right"), tokens[rows], minlength=len(ends))
+        found.append({"packs": stop, "tokens": held.astype(np.int64).tolist()})
+    return found
 
 
 SHARING = (16, 64, 512)
@@ -376,6 +405,8 @@ def make_plan(
     force: bool = False,
     left: Left | None = None,
     splits: Collection[str] = (),
+    extend: Path | None = None,
+    first: int = 0,
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
@@ -387,6 +418,7 @@ def make_plan(
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
         force: whether to replace an existing plan.
         left: what an online run has still to give in its epoch; the plan then begins with that.
+        extend: a plan that is trained up to pack `first`: these packs stay, and what they lack is planned anew.
 
     Raises:
         UserError: the plan exists or cannot be written, an index cannot be used, nothing is left to pack, more samples
@@ -414,9 +446,14 @@ def make_plan(
     blend = Blend.of(sources.datasets, ends, samples, config.plan)
     told = told_datasets(sources, samples, drops, blend)
     _check_drops(told, drops, blend.shares, sources, config.packing.drop_budget)
-    rest = None if left is None else rows_left(left, sources, samples)
-    packs = ordered_packs(blend, samples, limits, config, rest)
-    facts = _facts(sources, samples, drops, packs, limits, config, left)
+    decided = _decided(sources, limits, config, left)
+    if left is not None:
+        blend = replace(blend, rest=rows_left(left, sources, samples))
+    if extend is not None:
+        kept = kept_packs(Plan.open(extend), first, sources, samples, decided)
+        blend, decided["extends"] = replace(blend, kept=kept), [kept.plan, first]
+    packs = ordered_packs(blend, samples, limits, config)
+    facts = _facts(sources, samples, drops, packs, decided, config)
     summary = summary_of(told, samples, packs, limits, config)
     if is_dynamic(config):
         summary["sharing"] = sharing_of(sources, samples, packs, limits, config)
@@ -474,15 +511,8 @@ def _most(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).most_common(3)) or "it is empty"
 
 
-def _facts(
-    sources: Sources,
-    samples: Samples,
-    drops: list[Drop],
-    packs: OrderedPacks,
-    limits: AnyLimits,
-    config: AnyRun,
-    left: Left | None,
-) -> PlanFacts:
+def _decided(sources: Sources, limits: AnyLimits, config: AnyRun, left: Left | None) -> dict[str, Any]:
+    """See `PlanFacts.decided`."""
     packing = config.packing
     decided = {
         "seq_length": packing.seq_length,
@@ -495,12 +525,27 @@ def _facts(
     if is_dynamic(config):
         decided["token_cost"] = kind_of_config(config).cost(config).token
     names = {it for each in sources.datasets for it in each.names}
-    if not planned["datasets"].keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
-        for name in [it for it in planned["datasets"] if it not in names and os.path.abspath(it) in names]:
-            planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)  # is found from elsewhere too
+    stages = planned.pop("stages")
+    for named in (planned["datasets"], *(stage["datasets"] for stage in stages)):
+        if not named.keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
+            for name in [it for it in named if it not in names and os.path.abspath(it) in names]:
+                named[os.path.abspath(name)] = named.pop(name)  # is found from elsewhere too
+    if stages:  # ids of plans without them are as they were
+        planned["stages"] = stages
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    return decided
+
+
+def _facts(
+    sources: Sources,
+    samples: Samples,
+    drops: list[Drop],
+    packs: OrderedPacks,
+    decided: dict[str, Any],
+    config: AnyRun,
+) -> PlanFacts:
     known: dict[str, Any] = {
         "fingerprint": dict(sources.indexes[0].fingerprint),
         "decided": decided,
@@ -535,9 +580,16 @@ def plan_id(
     ``resolved``: its names counted."""
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
-    if resolved and not planned["datasets"].keys() <= short:  # of names that change with the place, what they say
-        shares = [asdict(share) for share in shares_of(datasets, from_mapping(PlanConfig, planned, where="plan"))]
-        held["decided"] = known["decided"] | {"plan": planned | {"datasets": shares}}
+    if resolved:  # of names that change with the place, what they say
+        config = from_mapping(PlanConfig, planned, where="plan")
+        if not planned["datasets"].keys() <= short:
+            planned = planned | {"datasets": [asdict(share) for share in shares_of(datasets, config)]}
+        if config.stages:
+            weights = stage_weights(datasets, config).tolist()
+            planned = planned | {
+                "stages": [[it.tokens, *each] for it, each in zip(config.stages, weights, strict=True)]
+            }
+        held["decided"] = known["decided"] | {"plan": planned}
     digest = hashlib.sha256(json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())
     for array in rows:
         digest.update(np.ascontiguousarray(array).data)

@@ -55,6 +55,8 @@ def settings(cls: type[Any] = RunConfig, section: str = "") -> list[Setting]:
     for each in fields:
         value = _mapping_value(each.hint)
         inner, name = (each.hint, each.name) if value is None else (value, f"{each.name}.NAME")
+        if typing.get_origin(each.hint) is tuple:
+            inner, name = typing.get_args(each.hint)[0], f"{each.name}.N"
         if dataclasses.is_dataclass(inner):
             known += settings(typing.cast("type[Any]", inner), name)
     return known

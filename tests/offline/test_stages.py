@@ -28,22 +28,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def index(folder: Path) -> Path:
     """Of two shards each, with one sample in four of them much shorter."""
-    rows = {
+    rows: Any = {
         name: [[*drawn_rows(count - 100, seed=seed)], [row(20 + at) for at in range(100)]]
         for name, (count, seed) in SHAPES.items()
     }
     return made_index(folder / "index", rows)
 
 
-def planned(index: Path, out: Path, packing: dict[str, Any] | None = None, **plan: Any) -> Plan:
+def planned(index: Path, out: Path, packing: Any = None, **plan: Any) -> Plan:
     extend = {name: plan.pop(name) for name in ("extend", "first") if name in plan}
     values = {
         "packing": {"seq_length": 1024, "drop_budget": 1.0, **(packing or {})},
         "plan": {"max_data_parallel": 4, **plan},
     }
     make_plan([index], from_mapping(RunConfig, values, where="the test"), out, force=True, **extend)
-    check_rows(plan := Plan.open(out))
-    return plan
+    check_rows(made := Plan.open(out))
+    return made
 
 
 def every(plan: Plan) -> list[PlannedPack]:
@@ -63,7 +63,7 @@ def tokens(plan: Plan, packs: list[PlannedPack]) -> Counter[str]:
     return held
 
 
-STAGES = [
+STAGES: list[dict[str, Any]] = [
     {"tokens": 60_000, "datasets": {"a": 3, "b": 1}},
     {"tokens": 4e4, "datasets": {"a": 1, "b": 1, "c": 2}},
     {"tokens": 2e4, "datasets": {"c": 1}},
@@ -80,7 +80,8 @@ def test_each_stage_has_its_tokens_in_its_mix_and_no_sample_comes_twice_before_a
     for stage, told, start, end in zip(STAGES, plan.facts.summary["mix"], (0, *ends), ends, strict=False):
         packs = plan.packs(start, end)
         held = tokens(plan, packs)
-        assert held.total() == pytest.approx(stage["tokens"], abs=2 * 1024 * len(stage["datasets"]))
+        # Of samples in their mix, a few hundred have that many tokens on average only.
+        assert held.total() == pytest.approx(stage["tokens"], rel=0.02 if unit == "tokens" else 0.2)
         assert held == +Counter(dict(zip("abc", told["tokens"], strict=True))), "what the plan says of it"
         assert told["packs"] == end
         amount = held if unit == "tokens" else Counter(name for name, *_ in occurrences(plan, packs).elements())
@@ -107,10 +108,10 @@ def test_more_stages_begin_with_the_same_packs_and_a_run_is_told_of_them(index: 
     [
         ({"epochs": 2}, "plan.epochs"),
         ({"weights_by": "none"}, "weights_by"),
-        ({"datasets": {"a": {"weight": 1}}}, "a has a weight"),
+        ({"datasets": {"a": {"weight": 1}}}, "'a'. has weight"),
         ({"stages": [{"tokens": 0, "datasets": {"a": 1}}]}, "tokens is 0"),
         ({"stages": [{"tokens": 10, "datasets": {}}]}, "names no data set"),
-        ({"stages": [{"tokens": 10, "datasets": {"a": -1}}]}, "weight of a"),
+        ({"stages": [{"tokens": 10, "datasets": {"a": -1}}]}, "a weight of a"),
         ({"stages": [{"tokens": 10, "datasets": {"aa": 1}}]}, "did you mean"),
         ({"stages": [{"tokens": 10, "datasets": {"a": 1, "./a": 1}}]}, "no index has"),
         ({"stages": [{"token": 10}]}, "did you mean 'tokens'"),
@@ -131,7 +132,7 @@ def test_a_plan_without_stages_is_what_it_was(index: Path, tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def without_c(folder: Path) -> Path:
     """The same data sets before `c` was there, in another order."""
-    rows = {
+    rows: Any = {
         name: [[*drawn_rows(SHAPES[name][0] - 100, seed=SHAPES[name][1])], [row(20 + at) for at in range(100)]]
         for name in ("b", "a")
     }
@@ -168,10 +169,10 @@ def test_an_extended_plan_keeps_what_was_trained_and_gives_all_the_rest_once(
 def test_an_extended_plan_of_stages_gives_the_tokens_that_are_left(
     index: Path, without_c: Path, tmp_path: Path
 ) -> None:
-    before = [{"tokens": 1e5, "datasets": {"a": 1, "b": 1}}]
+    before: Any = [{"tokens": 1e5, "datasets": {"a": 1, "b": 1}}]
     old = planned(without_c, tmp_path / "old.parquet", stages=before, weights_by="tokens")
     first = len(old) // 3
-    after = [{"tokens": 8e4, "datasets": {"a": 1, "b": 1}}, {"tokens": 4e4, "datasets": {"b": 1, "c": 1}}]
+    after: Any = [{"tokens": 8e4, "datasets": {"a": 1, "b": 1}}, {"tokens": 4e4, "datasets": {"b": 1, "c": 1}}]
     new = planned(
         index,
         tmp_path / "new.parquet",

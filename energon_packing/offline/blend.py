@@ -2,24 +2,26 @@
 
 The share of a data set is what the section ``plan`` says, or else the metadataset that was measured. Every data set is
 an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So a data set that
-occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
+occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred. What is
+packed together is a `Part`: an epoch, or a band of a large one (`energon_packing.offline.bands`).
 """
 
 import difflib
 import math
 import os.path
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.plan import ROUNDING
-from energon_packing.offline.samples import Samples
+from energon_packing.offline.samples import Samples, Sources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,47 +120,48 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
 class Part:
     """What is packed together: of each data set, an interval ``[first, last)`` of its endless row of permutations."""
 
-    number: int  # of its random choices
+    number: int  # of its epoch
     intervals: tuple[tuple[float, float], ...] = ()  # of each data set, in permutations
     rows: np.ndarray | None = None  # ``[N]`` rows of `Samples` that it has instead, all of one group
+    place: int = 0  # its position among the parts of the plan
+    band: tuple[
+        int, ...
+    ] = ()  # its number from 0 if it is one of several bands of such an interval; for random choices
+    ends: bool = True  # whether the epoch ends with it
+
+
+class Drawn(Protocol):
+    """Where the samples of parts come from."""
+
+    samples: Samples
+
+    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
+        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blend:
-    """Draws the samples of each part."""
+    """Which samples the parts of a plan have."""
 
-    ends: tuple[int, ...]  # ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end
     shares: tuple[Share, ...]  # of each data set, as the plan or its metadataset says
-    amount: np.ndarray  # ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample
     repeats: tuple[float, ...]  # how often each data set occurs in one epoch
     groups: Mapping[str, tuple[int, ...]]  # for each group, the numbers of its data sets, by name of the group
-    samples: Samples  # what can be packed
     config: PlanConfig  # seed and unit of the weights
     # ``[N]`` rows of `Samples` that come first, as a part of their own; None or none begins with a whole epoch
     rest: np.ndarray | None = None
 
     @classmethod
-    def of(
-        cls, datasets: Sequence[IndexedDataset], source_ends: np.ndarray, samples: Samples, config: PlanConfig
-    ) -> "Blend":
-        """The blend of these data sets; `source_ends` are the numbers of sources up to the end of each. Raises as
-        `shares_of`."""
+    def of(cls, datasets: Sequence[IndexedDataset], amounts: Sequence[float], config: PlanConfig) -> "Blend":
+        """The blend of these data sets, each with the sum of `amounts_of` its samples. Raises as `shares_of`."""
         shares = shares_of(datasets, config)
-        ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
-        tokens, firsts = samples.sizes.tokens, np.diff(samples.source, prepend=-1) != 0  # pieces of a sample count once
-        amount = tokens if config.weights_by == "tokens" else firsts
-        amounts = [float(amount[start:end].sum()) for start, end in pairwise([0, *ends])]
         groups: defaultdict[str, list[int]] = defaultdict(list)
         for number, share in enumerate(shares):
             group = group_name(datasets[number].subflavors) if share.group is None else share.group
             groups[group].append(number)
         return cls(
-            ends=tuple(ends),
             shares=tuple(shares),
-            amount=amount,
             repeats=_repeats(shares, amounts),
             groups={name: tuple(numbers) for name, numbers in groups.items()},
-            samples=samples,
             config=config,
         )
 
@@ -168,42 +171,67 @@ class Blend:
         return ahead + [
             Part(
                 number=epoch,
-                intervals=tuple((_position(epoch * each), _position((epoch + 1) * each)) for each in self.repeats),
+                place=len(ahead) + epoch,
+                intervals=tuple((position(epoch * each), position((epoch + 1) * each)) for each in self.repeats),
             )
             for epoch in range(self.config.epochs)
         ]
 
-    def drawn(self, part: Part, group: str) -> np.ndarray:
+    def rows(self, part: Part, group: str, drawn: Drawn) -> np.ndarray:
         """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
         once if its data set is repeated within the part. Pieces of a sample occur together."""
         if part.rows is not None:
             return np.random.default_rng([self.config.seed, 4]).permutation(part.rows)
-        rows = np.concatenate([self._of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
+        rows = np.concatenate([drawn.of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
         place = sorted(self.groups).index(group)
-        return np.random.default_rng([self.config.seed, part.number, place, 1]).permutation(rows)
+        return np.random.default_rng([self.config.seed, part.number, place, 1, *part.band]).permutation(rows)
 
-    def _of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
+
+def turns(first: float, last: float) -> Iterator[tuple[int, float, float]]:
+    """The number of each permutation that an interval has a part of, and the part ``[low, high)``."""
+    for turn in range(math.floor(first), math.ceil(last)):
+        yield turn, max(first - turn, 0.0), min(last - turn, 1.0)
+
+
+def amounts_of(samples: Samples, config: PlanConfig) -> np.ndarray:
+    """What weights count of each row, ``[N]``: its tokens, or 1 of each sample, whose pieces count once."""
+    firsts: np.ndarray = np.diff(samples.source, prepend=-1) != 0
+    return samples.sizes.tokens if config.weights_by == "tokens" else firsts
+
+
+def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: float, high: float) -> np.ndarray:
+    """Rows of some `samples` in the part ``[low, high)`` of one permutation of them."""
+    firsts = np.flatnonzero(np.diff(samples.source, prepend=-1))  # the first row of each sample
+    amount = np.add.reduceat(amounts_of(samples, config).astype(np.int64), firsts)
+    order = np.random.default_rng([config.seed, *seed]).permutation(firsts.size)
+    # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
+    after = np.cumsum(amount[order])
+    middle = (after - amount[order] / 2) / after[-1]
+    chosen = order[(middle >= low) & (middle < high)]
+    return gathered(np.append(firsts, len(samples)), chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllSamples:
+    """A `Drawn` of all samples of a plan."""
+
+    samples: Samples
+    ends: tuple[int, ...]  # for each data set, the number of rows of `samples` up to its end
+    config: PlanConfig
+    sources: Sources
+
+    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
         start, end = (0, *self.ends)[dataset : dataset + 2]
         parts = [np.zeros(0, dtype=np.int64)]
-        for turn in range(math.floor(first), math.ceil(last) if start < end else 0):
-            low, high = max(first - turn, 0.0), min(last - turn, 1.0)
-            whole = low == 0.0 and high == 1.0
-            parts.append(np.arange(start, end) if whole else self._stretch(dataset, turn, start, end, low, high))
+        for turn, low, high in turns(first, last) if start < end else ():
+            whole, own = low == 0.0 and high == 1.0, self.samples.take(slice(start, end))
+            within = np.arange(len(own)) if whole else stretch(own, self.config, (dataset, turn, 2), low, high)
+            parts.append(start + within)
         return np.concatenate(parts)
 
-    def _stretch(self, dataset: int, turn: int, start: int, end: int, low: float, high: float) -> np.ndarray:
-        """Rows in the part ``[low, high)`` of one permutation of a data set."""
-        source = self.samples.source[start:end]
-        firsts = np.flatnonzero(np.diff(source, prepend=-1))  # the first row of each sample
-        amount = np.ones(firsts.size, dtype=np.int64)
-        if self.config.weights_by == "tokens":
-            amount = np.add.reduceat(self.samples.sizes.take(slice(start, end)).tokens, firsts)
-        order = np.random.default_rng([self.config.seed, dataset, turn, 2]).permutation(firsts.size)
-        # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
-        after = np.cumsum(amount[order])
-        middle = (after - amount[order] / 2) / after[-1]
-        chosen = order[(middle >= low) & (middle < high)]
-        return start + gathered(np.append(firsts, end - start), chosen)
+    def content(self, columns: Sequence[str]) -> tuple[list[pa.Table], np.ndarray]:
+        """These columns of the index, and the row of each of `samples` there, ``[N]`` int64."""
+        return [table for _, table in self.sources.tables(columns)], self.samples.source
 
 
 def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:
@@ -236,7 +264,7 @@ def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, 
     )
 
 
-def _position(value: float) -> float:
+def position(value: float) -> float:
     """A number of permutations, without the rounding error that would cut a sliver off a whole one."""
     whole = round(value)
     return float(whole) if abs(value - whole) < ROUNDING * max(1.0, abs(value)) else value

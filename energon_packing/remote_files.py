@@ -6,8 +6,10 @@ Paths of the command line are ``pathlib.Path``, which makes one slash of two: `r
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.util
+import io
 import os
 import posixpath
 import re
@@ -22,6 +24,9 @@ from typing import Any
 from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20  # read at once
+TAIL_BYTES = (
+    1 << 18
+)  # read when a file is opened: all of a small one, and what says where the rest of a Parquet file is
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
 _USER = re.compile(r"://[^/?#\s]*@")
@@ -53,6 +58,11 @@ def without_secrets(text: str) -> str:
 def shown(path: str | Path) -> str:
     """A path as the user wrote it: the address, or the path itself."""
     return remote_address(path) or str(path)
+
+
+def absolute(path: Path) -> Path:
+    """A path whatever directory is the current one; an address stays as it is."""
+    return path if remote_address(path) else path.absolute()
 
 
 def check_remote(what: str, path: Path, instead: str) -> None:
@@ -137,11 +147,52 @@ def within(root: str, reference: str) -> str | None:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Bytes of a file; fewer at its end."""
+    """Bytes of a file; fewer at its end. An answer with fewer bytes elsewhere is asked for again."""
     import multistorageclient.types
 
-    piece = multistorageclient.types.Range(offset=offset, size=size)
-    return _ask(address, lambda client, path: client.read(path, piece))
+    def read(client: Any, path: str) -> bytes:
+        content = bytes(client.read(path, multistorageclient.types.Range(offset=offset, size=size)))
+        if len(content) < size and offset + len(content) < client.info(path).content_length:
+            raise OSError(errno.EIO, f"the store gave {len(content)} of {size} bytes", address)
+        return content
+
+    return _ask(address, read)
+
+
+class RemoteReader(io.RawIOBase):
+    """A file of a store, of a known size or not, that is read at any place, its last `TAIL_BYTES` when it is opened.
+    Raises OSError: it is not there, cannot be read, or became shorter."""
+
+    def __init__(self, address: str, size: int | None = None) -> None:
+        self._address, self._at = address, 0
+        self._size = present(address).size if size is None else size
+        self._tail_at = max(0, self._size - TAIL_BYTES)
+        self._tail = read_range(address, self._tail_at, self._size - self._tail_at) if self._size else b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        begin, end = self._at, self._size if size is None or size < 0 else min(self._at + size, self._size)
+        near = begin >= self._tail_at
+        content = self._tail[begin - self._tail_at : end - self._tail_at] if near else self._asked(begin, end)
+        if len(content) < end - begin:
+            raise OSError(errno.EIO, "the file became shorter while it was read", self._address)
+        self._at = max(begin, end)
+        return content
+
+    def _asked(self, begin: int, end: int) -> bytes:
+        return read_range(self._address, begin, end - begin) if begin < end else b""
 
 
 def read(address: str) -> bytes:
@@ -184,11 +235,29 @@ def local_copy(address: str, directory: Path, version: str = "") -> Path:
 
 
 def store(file: Path, address: str) -> None:
-    """Copies a file of this machine to a store (which shows an object when all of it is there), and reads it back.
-    Raises ``OSError``: it cannot be written, or what is stored differs."""
+    """Copies a file of this machine to a store, which shows an object when all of it is there, and compares what is
+    stored: its size, and its MD5 where that is what the store tells (S3 without KMS, by parts too); else all of it is
+    read back. Raises ``OSError``: it cannot be written, or what is stored differs."""
     _ask(address, lambda client, path: client.upload_file(path, str(file)))
-    if digest(address) != file_digest(file):
+    there, size = present(address), file.stat().st_size
+    if there.size != size or not (_has_md5(file, size, there.version) or digest(address) == file_digest(file)):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
+
+
+def _has_md5(file: Path, size: int, version: str) -> bool:
+    """Whether a version is the MD5 of a file, or that of the MD5s of its parts, which clients cut at whole MiB."""
+    whole, _, parts = version.partition("-")
+    md5 = functools.partial(hashlib.md5, usedforsecurity=False)
+    with file.open("rb") as stream:
+        if not parts.isdigit():
+            return hashlib.file_digest(stream, md5).hexdigest() == version
+        for part in (1 << at for at in range(20, 28)):
+            if -(-size // part) == int(parts):
+                stream.seek(0)
+                sums = (md5(some).digest() for some in iter(functools.partial(stream.read, part), b""))
+                if md5(b"".join(sums)).hexdigest() == whole:
+                    return True
+    return False
 
 
 def file_digest(file: Path) -> str:

@@ -1,11 +1,12 @@
-"""Which samples occur in which epoch of a plan, when data sets have weights or are repeated.
+"""Which samples occur in which epoch or stage of a plan, when data sets have weights or are repeated.
 
 The share of a data set is what the section ``plan`` says, or else the metadataset that was measured. Every data set is
 an endless row of seeded permutations of its samples, and each epoch or stage takes the next stretch of it. So a data
-set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
+set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred. What
+is packed together is a `Part`: an epoch, or a band of a large one (`energon_packing.offline.bands`).
 
-A plan that goes on from another one keeps its first packs. The permutation that they had begun, or several, is then
-completed: what they lack comes first.
+A plan that goes on from another one keeps its first packs. The permutations that these have begun are then completed:
+what they lack comes first.
 """
 
 import bisect
@@ -14,12 +15,13 @@ import itertools
 import math
 import os.path
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
 from energon_packing.errors import ConfigError, UserError
@@ -134,9 +136,22 @@ def _by_name[T](datasets: Sequence[IndexedDataset], entries: Mapping[str, T], de
 class Part:
     """What is packed together: of each data set, an interval ``[first, last)`` of its endless row of permutations."""
 
-    number: int  # of its random choices
+    number: int  # of its epoch
     intervals: tuple[tuple[float, float], ...] = ()  # of each data set, in permutations
     rows: np.ndarray | None = None  # ``[N]`` rows of `Samples` that it has instead, all of one group
+    place: int = 0  # its position among the parts of the plan
+    # its number from 0 if it is one of several bands of such an interval; for random choices
+    band: tuple[int, ...] = ()
+    ends: bool = True  # whether the epoch ends with it
+
+
+class Drawn(Protocol):
+    """Where the samples of parts come from."""
+
+    samples: Samples
+
+    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
+        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -147,6 +162,8 @@ class Kept:
     order: np.ndarray  # ``[rows]`` int64 rows of `Samples`, one pack after another
     sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
     times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
+    given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
+    tokens: int  # of those of the stage that has begun
     ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
     begun: int  # epochs or stages that they have whole
 
@@ -156,22 +173,14 @@ class Kept:
         first, stop = (0, *self.ends, *self.ends[-1:])[self.begun : self.begun + 2]
         return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
 
-    @property
-    def rows_begun(self) -> np.ndarray:
-        """Rows of the stage that has begun."""
-        return self.order[int(self.sizes[: (0, *self.ends)[self.begun]].sum()) :]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blend:
-    """Draws the samples of each part."""
+    """Which samples the parts of a plan have."""
 
-    ends: tuple[int, ...]  # ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end
     shares: tuple[Share, ...]  # of each data set, as the plan or its metadataset says
-    amount: np.ndarray  # ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample
     repeats: tuple[float, ...]  # how often each data set occurs in one epoch
     groups: Mapping[str, tuple[int, ...]]  # for each group, the numbers of its data sets, by name of the group
-    samples: Samples  # what can be packed
     config: PlanConfig  # seed and unit of the weights
     # ``[N]`` rows of `Samples` that come first, as a part of their own; None or none begins with a whole epoch
     rest: np.ndarray | None = None
@@ -179,36 +188,28 @@ class Blend:
     lengths: np.ndarray | None = None  # ``[stages, D]`` permutations of each data set in a stage, if there are stages
 
     @classmethod
-    def of(
-        cls, datasets: Sequence[IndexedDataset], source_ends: np.ndarray, samples: Samples, config: PlanConfig
-    ) -> "Blend":
-        """The blend of these data sets; `source_ends` are the numbers of sources up to the end of each. Raises as
-        `shares_of`."""
+    def of(cls, datasets: Sequence[IndexedDataset], held: np.ndarray, config: PlanConfig) -> "Blend":
+        """The blend of these data sets, with sums ``[D, 2]`` of each: `amounts_of` its samples, and their tokens.
+        Raises as `shares_of`; UserError: a data set of a stage has nothing."""
         shares = shares_of(datasets, config)
-        ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
-        tokens, firsts = samples.sizes.tokens, np.diff(samples.source, prepend=-1) != 0  # pieces of a sample count once
-        amount = tokens if config.weights_by == "tokens" else firsts
-        amounts = [float(amount[start:end].sum()) for start, end in pairwise([0, *ends])]
         groups: defaultdict[str, list[int]] = defaultdict(list)
         for number, share in enumerate(shares):
             group = group_name(datasets[number].subflavors) if share.group is None else share.group
             groups[group].append(number)
-        lengths = None
+        amounts, lengths = held[:, 0], None
         if config.stages:
-            weights, held = stage_weights(datasets, config), np.array(amounts)
-            if (empty := np.flatnonzero(weights.any(axis=0) & (held == 0))).size:
+            weights = stage_weights(datasets, config)
+            if (empty := np.flatnonzero(weights.any(axis=0) & (amounts == 0))).size:
                 raise UserError(f"plan.stages: no sample of {datasets[empty[0]].name} can be packed; leave it out.")
-            turns = weights / np.maximum(held, 1)  # permutations for a unit of weight
-            of_turn = np.array([tokens[start:end].sum() for start, end in pairwise([0, *ends])], np.float64)
-            lengths = turns * (np.array([each.tokens for each in config.stages]) / (turns @ of_turn))[:, None]
+            of_weight = weights / np.maximum(amounts, 1)  # permutations for a unit of weight
+            lengths = (
+                of_weight * (np.array([each.tokens for each in config.stages]) / (of_weight @ held[:, 1]))[:, None]
+            )
         return cls(
-            ends=tuple(ends),
             shares=tuple(shares),
-            amount=amount,
-            repeats=_repeats(shares, amounts) if lengths is None else tuple(lengths.mean(axis=0).tolist()),
+            repeats=_repeats(shares, amounts.tolist()) if lengths is None else tuple(lengths.mean(axis=0).tolist()),
             lengths=lengths,
             groups={name: tuple(numbers) for name, numbers in groups.items()},
-            samples=samples,
             config=config,
         )
 
@@ -216,85 +217,96 @@ class Blend:
         """What is packed together, in order: `rest`, if it has any, and every epoch or stage, or what `kept` packs have
         left of them."""
         parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
-        begun, share = (self.kept.begun, self.kept.share_left) if self.kept is not None else (0, 1.0)
-        given = before = np.array([self._given(number) for number in range(len(self.ends))])
-        weighted, repeats = any(each.weight for each in self.shares), np.array(self.repeats)
+        begun, share, given, kept = 0, 1.0, np.zeros(len(self.repeats)), self.kept
+        if kept is not None:
+            begun, share, given = kept.begun, kept.share_left, kept.given
+        weighted, repeats, before = any(each.weight for each in self.shares), np.array(self.repeats), given
         for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
-            if self.lengths is not None:
-                after = before + self.lengths[number] * (self._left(number) if number == begun else 1.0)
-            else:  # without weights each sample of a data set that was there comes as often as if nothing were kept
+            if self.lengths is None:
                 after = given + repeats * (number - begun + (share if weighted else 1.0))
-                after = after if weighted else np.where(given > 0, np.maximum(repeats * (number + 1), before), after)
+                if not weighted:  # each sample of a data set that was there comes as often as if nothing were kept
+                    after = np.where(given > 0, np.maximum(repeats * (number + 1), before), after)
+            else:
+                tokens = kept.tokens if kept is not None and number == begun else 0
+                after = before + self.lengths[number] * max(0.0, 1 - tokens / self.config.stages[number].tokens)
             pairs = zip(before.tolist(), after.tolist(), strict=True)
-            parts.append(Part(number=number, intervals=tuple((_position(low), _position(high)) for low, high in pairs)))
+            intervals = tuple((position(low), position(high)) for low, high in pairs)
+            parts.append(Part(number=number, place=len(parts), intervals=intervals))
             before = after
         return parts
 
-    def _given(self, dataset: int) -> float:
-        """How many permutations of a data set the kept packs have."""
-        own = slice(*(0, *self.ends)[dataset : dataset + 2])
-        amount = self.amount[own]
-        return (
-            0.0
-            if self.kept is None or not amount.any()
-            else float((self.kept.times[own] * amount).sum() / amount.sum())
-        )
-
-    def _left(self, stage: int) -> float:
-        """The share of the tokens of a stage that the kept packs, which have begun it, do not have."""
-        tokens = 0 if self.kept is None else self.samples.sizes.tokens[self.kept.rows_begun].sum()
-        return max(0.0, 1.0 - float(tokens) / self.config.stages[stage].tokens)
-
-    def drawn(self, part: Part, group: str) -> np.ndarray:
+    def rows(self, part: Part, group: str, drawn: Drawn) -> np.ndarray:
         """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
         once if its data set is repeated within the part. Pieces of a sample occur together."""
         if part.rows is not None:
             return np.random.default_rng([self.config.seed, 4]).permutation(part.rows)
-        rows = np.concatenate([self._of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
+        rows = np.concatenate([drawn.of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
         place = sorted(self.groups).index(group)
-        return np.random.default_rng([self.config.seed, part.number, place, 1]).permutation(rows)
+        return np.random.default_rng([self.config.seed, part.number, place, 1, *part.band]).permutation(rows)
 
-    def _of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
+
+def turns(first: float, last: float) -> Iterator[tuple[int, float, float]]:
+    """The number of each permutation that an interval has a part of, and the part ``[low, high)``."""
+    for turn in range(math.floor(first), math.ceil(last)):
+        yield turn, max(first - turn, 0.0), min(last - turn, 1.0)
+
+
+def amounts_of(samples: Samples, config: PlanConfig) -> np.ndarray:
+    """What weights count of each row, ``[N]``: its tokens, or 1 of each sample, whose pieces count once."""
+    firsts: np.ndarray = np.diff(samples.source, prepend=-1) != 0
+    return samples.sizes.tokens if config.weights_by == "tokens" else firsts
+
+
+def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: float, high: float) -> np.ndarray:
+    """Rows of some `samples` in the part ``[low, high)`` of one permutation of them."""
+    firsts = np.flatnonzero(np.diff(samples.source, prepend=-1))  # the first row of each sample
+    amount = np.add.reduceat(amounts_of(samples, config).astype(np.int64), firsts)
+    order = np.random.default_rng([config.seed, *seed]).permutation(firsts.size)
+    # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
+    after = np.cumsum(amount[order])
+    middle = (after - amount[order] / 2) / after[-1]
+    chosen = order[(middle >= low) & (middle < high)]
+    return gathered(np.append(firsts, len(samples)), chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllSamples:
+    """A `Drawn` of all samples of a plan."""
+
+    samples: Samples
+    ends: tuple[int, ...]  # for each data set, the number of rows of `samples` up to its end
+    config: PlanConfig
+    sources: Sources
+    kept: Kept | None = None  # packs that have some of them
+
+    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
         start, end = (0, *self.ends)[dataset : dataset + 2]
         parts = [np.zeros(0, dtype=np.int64)]
         if self.kept is not None and start < end and first < last:
-            times = self.kept.times[start:end]
-            begun = int(times.max())  # permutations, the last ones of which may lack samples
-            left = np.random.default_rng([self.config.seed, dataset, begun, 6]).permutation(
-                np.repeat(np.arange(start, end), begun - times)
-            )
-            after = np.cumsum(
-                self.samples.sizes.tokens[left] if self.config.weights_by == "tokens" else np.ones(left.size)
-            )
-            given = self._given(dataset)
-            places = given + (begun - given) * (after - np.diff(after, prepend=0) / 2) / after[-1:]
+            times, given = self.kept.times[start:end], float(self.kept.given[dataset])
+            begun = int(times.max())  # permutations, which may lack samples
+            random = np.random.default_rng([self.config.seed, dataset, begun, 6])
+            left = random.permutation(np.repeat(np.arange(start, end), begun - times))
+            amount = self.samples.sizes.tokens[left] if self.config.weights_by == "tokens" else np.ones(left.size)
+            after = np.cumsum(amount)
+            places = given + (begun - given) * (after - amount / 2) / after[-1:]
             parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
             first = max(first, float(begun))
-        for turn in range(math.floor(first), math.ceil(last) if start < end else 0):
-            low, high = max(first - turn, 0.0), min(last - turn, 1.0)
-            whole = low == 0.0 and high == 1.0
-            parts.append(np.arange(start, end) if whole else self._stretch(dataset, turn, start, end, low, high))
+        for turn, low, high in turns(first, last) if start < end else ():
+            whole, own = low == 0.0 and high == 1.0, self.samples.take(slice(start, end))
+            within = np.arange(len(own)) if whole else stretch(own, self.config, (dataset, turn, 2), low, high)
+            parts.append(start + within)
         return np.concatenate(parts)
 
-    def _stretch(self, dataset: int, turn: int, start: int, end: int, low: float, high: float) -> np.ndarray:
-        """Rows in the part ``[low, high)`` of one permutation of a data set."""
-        source = self.samples.source[start:end]
-        firsts = np.flatnonzero(np.diff(source, prepend=-1))  # the first row of each sample
-        amount = np.ones(firsts.size, dtype=np.int64)
-        if self.config.weights_by == "tokens":
-            amount = np.add.reduceat(self.samples.sizes.take(slice(start, end)).tokens, firsts)
-        order = np.random.default_rng([self.config.seed, dataset, turn, 2]).permutation(firsts.size)
-        # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
-        after = np.cumsum(amount[order])
-        middle = (after - amount[order] / 2) / after[-1]
-        chosen = order[(middle >= low) & (middle < high)]
-        return start + gathered(np.append(firsts, end - start), chosen)
+    def content(self, columns: Sequence[str]) -> tuple[list[pa.Table], np.ndarray]:
+        """These columns of the index, and the row of each of `samples` there, ``[N]`` int64."""
+        return [table for _, table in self.sources.tables(columns)], self.samples.source
 
 
-def kept_packs(plan: Plan, first: int, sources: Sources, samples: Samples, decided: Mapping[str, Any]) -> Kept:
+def kept_packs(plan: Plan, first: int, drawn: "AllSamples", decided: Mapping[str, Any]) -> Kept:
     """The packs of a plan before pack `first`, for one of these samples whose packs are `decided` so. Raises UserError:
     the plan has fewer; it has other packs; or a sample of them is not in the index, or is another there."""
-    facts = plan.facts
+    facts, samples, sources = plan.facts, drawn.samples, drawn.sources
     if not 0 <= first <= facts.packs:
         raise UserError(f"--from is {first}, and {plan.path} has only {facts.packs} packs.")
     for name in sorted((facts.decided.keys() | decided.keys()) - {"plan", "rest", "extends"}):
@@ -322,13 +334,18 @@ def kept_packs(plan: Plan, first: int, sources: Sources, samples: Samples, decid
             "indexes that it was planned from, with more data sets beside them."
         )
     alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
+    begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
+    times, amount = np.bincount(order, minlength=len(samples)), amounts_of(samples, drawn.config)
+    parts = [slice(*ends) for ends in pairwise([0, *drawn.ends])]
     return Kept(
         plan=facts.id,
         order=order,
         sizes=np.bincount(pack, minlength=first).astype(np.int64),
-        times=np.bincount(order, minlength=len(samples)),
+        times=times,
+        given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
+        tokens=int(samples.sizes.tokens[order[pack >= (0, *facts.epoch_ends)[begun]]].sum()),
         ends=facts.epoch_ends if alike else (),
-        begun=bisect.bisect_right(facts.epoch_ends, first) if alike else 0,
+        begun=begun,
     )
 
 
@@ -362,7 +379,7 @@ def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, 
     )
 
 
-def _position(value: float) -> float:
+def position(value: float) -> float:
     """A number of permutations, without the rounding error that would cut a sliver off a whole one."""
     whole = round(value)
     return float(whole) if abs(value - whole) < ROUNDING * max(1.0, abs(value)) else value

@@ -314,8 +314,8 @@ def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
 def figures_of(
     sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: AnyRun, epoch: int = 0
 ) -> Counter[Any]:
-    """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its number;
-    ``mix``, its tokens, by the number of the epoch or stage too."""
+    """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its
+    number; ``mix``, its tokens, by the number of the epoch or stage too."""
     samples, sizes = packs.samples, packs.samples.sizes
     times, amount = np.bincount(packs.order, minlength=len(samples)), amounts_of(samples, config.plan)
     text = sizes.text_tokens  # clips have it, which all are media
@@ -337,7 +337,8 @@ def figures_of(
     for at, (first, stop) in enumerate(pairwise([0, *packs.epoch_ends, packs.costs.size])):
         held = slice(packs.offsets[first], packs.offsets[stop])
         tokens = np.bincount(owners[held], sizes.tokens[packs.order[held]], minlength=len(sources.datasets))
-        figures.update({("mix", at + epoch, number): int(each) for number, each in enumerate(tokens)})
+        for number, each in enumerate(tokens.tolist()):
+            figures["mix", at + epoch, number] += int(each)
     return figures
 
 
@@ -738,7 +739,7 @@ def plan_id(
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
     if resolved:  # of names that change with the place, what they say
-        config, named = from_mapping(PlanConfig, planned, where="plan"), {}
+        config, named = from_mapping(PlanConfig, planned, where="plan"), dict[str, Any]()
         if not planned["datasets"].keys() <= short:
             named["datasets"] = [asdict(share) for share in shares_of(datasets, config)]
         if config.stages:

@@ -28,6 +28,7 @@ SECTION_TEXT = {
     "metrics": "What a training run writes about its packs; TensorBoard, W&B or a file has it.",
     "plan": "How `energon-packing plan` mixes, orders and repeats data sets.",
     "plan.datasets.NAME": "One data set of a plan.",
+    "plan.stages.N": "One stage of a plan, in `--set` as part of the whole list.",
 }
 
 

@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,12 +39,13 @@ class Passes:
     """Which pack of a plan each position of an endless run has.
 
     The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
-    of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
-    plan may begin, comes once. `older` is as for `order_again`.
+    of its own, which follows from ``plan.seed`` and the number of the pass; its bands change places, if it has any.
+    The rest of an online run, with which a plan may begin, comes once. `older` is as for `order_again`.
     """
 
     def __init__(self, facts: PlanFacts, older: bool = False) -> None:
         self._packs, self._facts, self.older = facts.packs, facts, older
+        self._seed = int(facts.decided["plan"]["seed"])
         self._first = (0, *facts.epoch_ends)[-facts.epochs - 1]
         self._ordered = functools.lru_cache(maxsize=2)(self._order)
 
@@ -59,14 +61,23 @@ class Passes:
         later, offset = divmod(position - self._packs, self._packs - self._first)
         at = self._first + offset
         epoch = bisect.bisect_right(self._facts.epoch_ends, at)
-        start = (0, *self._facts.epoch_ends)[epoch]
-        return int(self._ordered(later + 1, epoch, self.older)[at - start])
+        bands, starts = self._bands(later + 1, epoch)
+        place = bisect.bisect_right(starts, at) - 1
+        return int(self._ordered(later + 1, epoch, place, self.older)[at - starts[place]])
 
-    def _order(self, later: int, epoch: int, older: bool) -> np.ndarray:
+    def _bands(self, later: int, epoch: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """The packs ``[start, stop)`` of each band of an epoch, in the order of a pass, and where it begins there."""
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
-        seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
-        position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
-        return order_again(start, stop, position, self._facts.max_data_parallel, seed, older)
+        cuts = [start, *(part.first for part in self._facts.parts if start < part.first < stop), stop]
+        order = np.random.default_rng([self._seed, later, epoch, 6]).permutation(len(cuts) - 1).tolist()
+        bands = [(cuts[at], cuts[at + 1]) for at in order]
+        return bands, [start, *(start + end for end in accumulate(last - first for first, last in bands[:-1]))]
+
+    def _order(self, later: int, epoch: int, place: int, older: bool) -> np.ndarray:
+        bands, starts = self._bands(later, epoch)
+        seed = [self._seed, later, epoch, 5, *([place] if len(bands) > 1 else [])]
+        position = self._packs + (later - 1) * (self._packs - self._first) + starts[place] - self._first
+        return order_again(*bands[place], position, self._facts.max_data_parallel, seed, older)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, (self._facts, self.older)

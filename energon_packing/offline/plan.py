@@ -23,6 +23,7 @@ import functools
 import hashlib
 import json
 import operator
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -171,11 +172,6 @@ class PlanFacts:
     # figures for readers; see `energon_packing.offline.planner`
     summary: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[PlanPart, ...] = ()  # of a plan in bands
-
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        """Where an epoch or a band ends: for each, the number of packs up to there."""
-        return tuple(sorted({*self.epoch_ends, *(part.first for part in self.parts)} - {0}))
 
     @property
     def kind(self) -> str:
@@ -343,6 +339,21 @@ def read_facts(path: Path) -> dict[str, Any] | None:
 def part_path(path: Path, number: int) -> Path:
     """A file of a plan in bands."""
     return path / f"part-{number:05}.parquet"
+
+
+def copy_plan(plan: "Plan", target: Path) -> None:
+    """Copies a plan and its drops, if they are there, byte for byte. Raises OSError."""
+    files = [(drops_path(plan.path), drops_path(target))]
+    if plan.facts.parts:
+        target.mkdir(exist_ok=True)
+        names = [part_path(target, at).name for at in range(len(plan.facts.parts))]
+        files += [(plan.path / name, target / name) for name in (*names, SOURCES_FILE, MANIFEST)]
+    else:
+        files.append((plan.path, target))
+    for source, aim in files:
+        if exists(source):
+            with replacing(aim) as aside:
+                shutil.copyfile(source, aside)
 
 
 class Group(NamedTuple):

@@ -4,6 +4,7 @@ directory of Bridge's Parquet files holds what was written.
 
 import copy
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,17 @@ from energon_packing.offline.loader import check_plan
 from energon_packing.offline.pack import AT_ONCE, run_of_plan
 from energon_packing.offline.packed import DROPS_FILE, Packed, ShardEntry, check_stored, media_path, shard_path
 from energon_packing.offline.packs import PlannedPacks
-from energon_packing.offline.plan import Plan, PlannedPack, digest_of, drops_path, hashed, read_drops
-from energon_packing.offline.planner import OF_ID, plan_id
+from energon_packing.offline.plan import (
+    Plan,
+    PlannedPack,
+    digest_of,
+    drops_path,
+    hashed,
+    part_path,
+    read_drops,
+    read_facts,
+)
+from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
 from energon_packing.remote_files import check_local, file_digest
@@ -184,16 +194,25 @@ def _told(check: Callable[..., None], *given: Any) -> tuple[Finding, ...]:
 
 def check_rows(plan: Plan, drops: bool = True) -> None:
     """Compares rows, settings and `drops` of a plan with its id and its digest. Raises UserError: they are others."""
-    facts, digest = plan.facts, digest_of(read_metadata(plan.path))
-    rows = pa.concat_tables(table.drop_columns(["key", "media"]) for table in hashed(plan.tables(), digest))
-    columns = {name: rows.column(name).to_numpy() for name in rows.schema.names}
+    facts, digest = plan.facts, digest_of(read_facts(plan.path))
     starts = np.cumsum([0, *(shard.samples for each in facts.datasets for shard in each.shards)], dtype=np.int64)
     first = np.cumsum([0, *(len(each.shards) for each in facts.datasets)])
-    source = starts[first[columns["dataset"]] + columns["shard"]] + columns["row"]
-    offsets = np.searchsorted(columns["pack"], np.arange(len(plan) + 1)).astype(np.int64)
-    known = {name: getattr(facts, name) for name in OF_ID}
-    arrays = [offsets, source, *(columns[it] for it in ("piece", "length", "second", "text_tokens") if it in columns)]
-    if facts.id not in (plan_id(known, facts.datasets, arrays, resolved=each) for each in (False, True)):
+    known, held = {name: getattr(facts, name) for name in OF_ID}, list[np.ndarray]()
+    ends = [*(part.first for part in facts.parts[1:]), len(plan)]
+    for begin, end, part in zip([0, *ends], ends, facts.parts or [None], strict=False):
+        content = digest if part is None else hashlib.sha256(part.digest.encode())
+        tables = [each.drop_columns(["key", "media"]) for each in hashed(plan.tables(None, begin, end), content)]
+        rows = pa.concat_tables(tables)
+        columns = {name: rows.column(name).to_numpy() for name in rows.schema.names}
+        source = starts[first[columns["dataset"]] + columns["shard"]] + columns["row"]
+        offsets = np.searchsorted(columns["pack"], np.arange(begin, end + 1)).astype(np.int64)
+        names = [name for name in ("piece", "length", "second", "text_tokens") if name in columns]
+        own = [offsets, source, *(columns[name] for name in names)]
+        if part is not None and (rows_digest(own), content.hexdigest()) != (part.digest, part.content):
+            path = part_path(plan.path, facts.parts.index(part))
+            raise UserError(f"{path} has other rows than were written; make the plan again.")
+        held += own if part is None else [digest_bytes(part.digest)]
+    if facts.id not in (plan_id(known, facts.datasets, held, resolved=each) for each in (False, True)):
         raise UserError(f"{plan.path} does not hold what its id {facts.id} stands for; make the plan again.")
     if drops:
         _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())

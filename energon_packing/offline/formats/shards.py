@@ -5,7 +5,6 @@ each made as the planned loader makes it.
 import hashlib
 import json
 import os.path
-import shutil
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,11 +21,11 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.files import differing, locked, read_metadata, replacing, writing
+from energon_packing.offline.files import differing, locked, replacing, writing
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
-from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
+from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, copy_plan, drops_path, read_facts
 from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
 from energon_packing.sample_kind import KINDS
@@ -92,7 +91,7 @@ class ShardPacker(PackFormat):
             if others:
                 raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
         out.mkdir(parents=True, exist_ok=True)
-        facts = read_metadata(plan)
+        facts = read_facts(plan)
         with locked(out):
             new = not (out / PACKED_FILE).exists()
             for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
@@ -105,11 +104,8 @@ class ShardPacker(PackFormat):
                     )
             # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
             # digest of its rows, which are not compared: there may be a thousand commands.
-            if read_metadata(out / PLAN_FILE) != facts:
-                for source, target in ((drops_path(plan), drops_path(out / PLAN_FILE)), (plan, out / PLAN_FILE)):
-                    if source.exists():
-                        with replacing(target) as aside:
-                            shutil.copyfile(source, aside)
+            if read_facts(out / PLAN_FILE) != facts:
+                copy_plan(self.plan, out / PLAN_FILE)
             if new:
                 self.facts.save(out)
 

@@ -65,24 +65,21 @@ def absolute(path: Path) -> Path:
     return path if remote_address(path) else path.absolute()
 
 
-def check_remote(what: str, path: Path, instead: str) -> None:
-    """Refuses an address, which the option ``what`` named, if it cannot be read or written here. Raises `ConfigError`:
-    it is of another kind, or needs a package that is not installed; ``instead`` is what the user can do without it."""
+def check_remote(what: str, path: str | Path) -> None:
+    """Refuses an address, which ``what`` (an option or argument) named, if it cannot be read or written here. Raises
+    `ConfigError`: it is of another kind, has a password in it, which files would repeat, or needs a package that is not
+    installed."""
     if (address := remote_address(path)) is None:
         return
+    instead = "mount the storage, or copy the files with its own tool, and name the local path"
+    if _USER.search(address):
+        why = "has a name or password in it, which belong into the configuration of multi-storage-client"
+        raise ConfigError(f"{what} {_USER.sub('://...@', address)} {why}")
     if address.partition(":")[0] not in _OURS:
         raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
         needs = "which needs the package multi-storage-client; run pip install '.[remote]' in the checkout"
         raise ConfigError(f"{what} {address} is a remote address, {needs}, or {instead}")
-
-
-def check_local(what: str, path: str | Path) -> None:
-    """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
-    Raises `ConfigError`: it is an address."""
-    if (address := remote_address(path)) is not None:
-        here = "it must be on this machine: mount the storage, or copy the files with its own tool"
-        raise ConfigError(f"{what} {address} is a remote address; {here}")
 
 
 def private_directory() -> Path:
@@ -101,7 +98,7 @@ def status(address: str) -> RemoteFile | None:
     """What the store says about a file; None if there is no such file. Here as below, a `UserError` says that the store
     cannot be used, and an ``OSError`` that it does not answer, or that a file is not there or cannot be read."""
     with contextlib.suppress(FileNotFoundError):
-        there = _ask(address, lambda client, path: client.info(path))
+        there = _ask(address, lambda client, path: client.info(path, strict=False))
         return _described(there) if there.type == "file" else None
     return None
 
@@ -111,6 +108,14 @@ def present(address: str) -> RemoteFile:
     if (file := status(address)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
     return file
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file, here or in a store. Raises UserError: nobody can say."""
+    if (address := remote_address(path)) is None:
+        return read_again(path, path.is_file)
+    with said_of_system(f"{address} cannot be looked at"):
+        return status(address) is not None
 
 
 def listed(address: str) -> list[tuple[str, RemoteFile]]:
@@ -182,17 +187,16 @@ class RemoteReader(io.RawIOBase):
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        begin, end = self._at, self._size if size is None or size < 0 else min(self._at + size, self._size)
-        near = begin >= self._tail_at
-        content = self._tail[begin - self._tail_at : end - self._tail_at] if near else self._asked(begin, end)
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, max(self._at, min(self._at + len(buffer), self._size))
+        if begin < self._tail_at:
+            content = read_range(self._address, begin, end - begin) if begin < end else b""
+        else:
+            content = self._tail[begin - self._tail_at : end - self._tail_at]
         if len(content) < end - begin:
             raise OSError(errno.EIO, "the file became shorter while it was read", self._address)
-        self._at = max(begin, end)
-        return content
-
-    def _asked(self, begin: int, end: int) -> bytes:
-        return read_range(self._address, begin, end - begin) if begin < end else b""
+        buffer[: end - begin], self._at = content, end
+        return end - begin
 
 
 def read(address: str) -> bytes:

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import io
 import json
 import os
 import os.path
@@ -19,8 +20,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from energon_packing.errors import UserError, read_again
 from energon_packing.line_file import lock
-from energon_packing.remote_files import RemoteReader, present, private_directory, read, remote_address, shown, store
-from energon_packing.remote_files import status as remote_status
+from energon_packing.remote_files import (
+    PIECE_BYTES,
+    RemoteReader,
+    present,
+    private_directory,
+    read,
+    remote_address,
+    shown,
+    store,
+)
 
 MOST_BYTES = 1 << 30  # of a JSON file that is read
 METADATA = b"energon_packing"  # key of our metadata in the schema of a file; the value is JSON
@@ -101,16 +110,23 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
         yield True  # closing the file gives the lock back
 
 
-def exists(path: Path) -> bool:
-    """Whether there is a file. Raises UserError, OSError: nobody can say."""
-    address = remote_address(path)
-    return read_again(path, path.is_file) if address is None else remote_status(address) is not None
+def make_directory(path: Path) -> None:
+    """Makes a directory, unless it is there. Raises OSError: it cannot be made. A store has none."""
+    if not remote_address(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def file_size(path: Path) -> int:
     """Bytes of a file. Raises OSError: it is missing, or cannot be looked at."""
     address = remote_address(path)
     return read_again(path, path.stat).st_size if address is None else present(address).size
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Opens a file to read, a remote one in pieces. Raises OSError: it is missing, or cannot be read."""
+    if (address := remote_address(path)) is None:
+        return path.open("rb")
+    return io.BufferedReader(RemoteReader(address), PIECE_BYTES)
 
 
 def read_file(path: Path) -> bytes:
@@ -173,11 +189,18 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
 
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
-
     try:
         with read_again(path, lambda: parquet_file(path)) as file:
-            value = json.loads((file.schema_arrow.metadata or {})[METADATA])
-    except (OSError, KeyError, ValueError, pa.ArrowException):
+            return metadata_of(file)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+
+
+def metadata_of(file: pq.ParquetFile) -> dict[str, Any] | None:
+    """The same of an open file."""
+    try:
+        value = json.loads((file.schema_arrow.metadata or {})[METADATA])
+    except (KeyError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

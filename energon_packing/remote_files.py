@@ -56,8 +56,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as the user wrote it: the address, or the path itself."""
-    return remote_address(path) or str(path)
+    """A path as the user wrote it: the address, without a password, or the path itself."""
+    address = remote_address(path)
+    return str(path) if address is None else _USER.sub("://...@", address)
 
 
 def absolute(path: Path) -> Path:
@@ -74,7 +75,7 @@ def check_remote(what: str, path: str | Path) -> None:
     instead = "mount the storage, or copy the files with its own tool, and name the local path"
     if _USER.search(address):
         why = "has a name or password in it, which belong into the configuration of multi-storage-client"
-        raise ConfigError(f"{what} {_USER.sub('://...@', address)} {why}")
+        raise ConfigError(f"{what} {shown(path)} {why}")
     if address.partition(":")[0] not in _OURS:
         raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
@@ -106,7 +107,7 @@ def status(address: str) -> RemoteFile | None:
 def present(address: str) -> RemoteFile:
     """As `status`; a ``FileNotFoundError`` if there is no such file."""
     if (file := status(address)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+        raise FileNotFoundError(errno.ENOENT, f"there is no {address}")
     return file
 
 
@@ -116,6 +117,24 @@ def exists(path: Path) -> bool:
         return read_again(path, path.is_file)
     with said_of_system(f"{address} cannot be looked at"):
         return status(address) is not None
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, unless it is there. Raises OSError: it cannot be made. A store has none."""
+    if not remote_address(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file, here or in a store. Raises OSError: it is missing, or cannot be looked at."""
+    address = remote_address(path)
+    return read_again(path, path.stat).st_size if address is None else present(address).size
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Opens a file to read, one in a store in pieces. Raises OSError: it is missing, or cannot be read."""
+    address = remote_address(path)
+    return path.open("rb") if address is None else io.BufferedReader(RemoteReader(address), PIECE_BYTES)
 
 
 def listed(address: str) -> list[tuple[str, RemoteFile]]:
@@ -242,7 +261,11 @@ def store(file: Path, address: str) -> None:
     """Copies a file of this machine to a store, which shows an object when all of it is there, and compares what is
     stored: its size, and its MD5 where that is what the store tells (S3 without KMS, by parts too); else all of it is
     read back. Raises ``OSError``: it cannot be written, or what is stored differs."""
-    _ask(address, lambda client, path: client.upload_file(path, str(file)))
+    try:
+        _ask(address, lambda client, path: client.upload_file(path, str(file)))
+    except FileNotFoundError as error:
+        why = "there is no such bucket; make it, or correct the address or its profile"
+        raise UserError(f"{address} cannot be written: {why}") from error
     there, size = present(address), file.stat().st_size
     if there.size != size or not (_has_md5(file, size, there.version) or digest(address) == file_digest(file)):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
@@ -278,6 +301,7 @@ def remove(address: str) -> None:
 
 def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
     """Calls the client of an address with its path in the store; what fails in passing is tried again."""
+    check_remote("the address", address)
     import multistorageclient
 
     def tried() -> Found:
@@ -285,7 +309,15 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             client, path = multistorageclient.resolve_storage_client(address)
         except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
             raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
-        return do(client, path)
+        try:
+            return do(client, path)
+        except Exception as error:
+            if not type(error).__module__.startswith("botocore"):  # of lists, which multistorageclient lets pass
+                raise
+            answer = getattr(error, "response", None) or {}
+            if answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) in (429, *range(500, 600)):
+                raise OSError(errno.EIO, str(error), address) from error
+            raise UserError(f"{address} cannot be used: {error}") from error
 
     return read_again(address, tried)
 

@@ -28,15 +28,7 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline.data_paths import is_index
-from energon_packing.offline.files import (
-    locked,
-    make_directory,
-    read_metadata,
-    remove_leftovers,
-    said,
-    write_table,
-    writing,
-)
+from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, write_table, writing
 from energon_packing.offline.index import (
     FORMAT,
     OF_PART,
@@ -55,7 +47,7 @@ from energon_packing.offline.index import (
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
 from energon_packing.packing.model_cost import SQUARES
-from energon_packing.remote_files import absolute, check_remote, exists, remote_address, shown
+from energon_packing.remote_files import absolute, check_remote, exists, make_directory, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 Record = tuple[str, int | None, int | None]  # key of a sample, and offset and bytes of its record in the tar

@@ -30,23 +30,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import (
-    METADATA,
-    Amount,
-    Count,
-    Name,
-    open_file,
-    parquet_file,
-    read_as,
-    read_metadata,
-    replacing,
-)
+from energon_packing.offline.files import METADATA, Amount, Count, Name, parquet_file, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
-from energon_packing.remote_files import check_remote, exists, shown
+from energon_packing.remote_files import check_remote, exists, open_file, shown
 
 FORMAT = 1
 ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
@@ -357,7 +347,7 @@ class Plan:
             return self._file.read_row_group(number, columns=columns, use_threads=False)
 
         try:
-            return read_again(self.path, read, lambda: setattr(self, "_file", None))
+            return read_again(shown(self.path), read, lambda: setattr(self, "_file", None))
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{shown(self.path)} cannot be read ({error}); make the plan again.") from error
 

@@ -139,7 +139,7 @@ class ShardFile:
         self.path, self._descriptor, self._address = path, -1, remote_address(path)
         place = shown(path)
         try:
-            read_again(path, self._look, self.close)
+            read_again(place, self._look, self.close)
         except OSError as error:
             raise UserError(f"{place} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:

@@ -23,7 +23,7 @@ from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.work import Progress
 from energon_packing.offline.data_paths import is_index, is_packed, is_plan
-from energon_packing.offline.files import differing, file_size, open_file, read_metadata
+from energon_packing.offline.files import differing, read_metadata
 from energon_packing.offline.formats.bridge_parquet import METADATA
 from energon_packing.offline.index import Index
 from energon_packing.offline.loader import check_plan
@@ -34,7 +34,7 @@ from energon_packing.offline.plan import Plan, PlannedPack, digest_of, drops_pat
 from energon_packing.offline.planner import OF_ID, plan_id
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
-from energon_packing.remote_files import absolute, check_remote, exists, shown
+from energon_packing.remote_files import absolute, check_remote, exists, file_size, open_file, shown
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 

@@ -24,7 +24,7 @@ from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.verify import VerifyConfig, verify
 
-FAULTS = {"503": 0.01, "hang": 0.01, "cut": 0.005, "less": 0.005}
+FAULTS = {"503": 0.01, "hang": 0.01, "cut": 0.01, "less": 0.01}
 
 
 @pytest.fixture(scope="module")

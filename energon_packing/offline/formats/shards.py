@@ -21,23 +21,14 @@ from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.files import (
-    differing,
-    file_size,
-    locked,
-    make_directory,
-    open_file,
-    read_metadata,
-    replacing,
-    writing,
-)
+from energon_packing.offline.files import differing, locked, read_metadata, replacing, writing
 from energon_packing.offline.index import MediaFile
 from energon_packing.offline.pack import PackConfig, PackFormat, PackTask
 from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, ShardEntry, media_path, shard_path
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
 from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
-from energon_packing.remote_files import exists, shown
+from energon_packing.remote_files import exists, file_size, make_directory, open_file, shown
 from energon_packing.sample_kind import KINDS
 
 

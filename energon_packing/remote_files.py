@@ -266,9 +266,15 @@ def store(file: Path, address: str) -> None:
     except FileNotFoundError as error:
         why = "there is no such bucket; make it, or correct the address or its profile"
         raise UserError(f"{address} cannot be written: {why}") from error
-    there, size = present(address), file.stat().st_size
-    if there.size != size or not (_has_md5(file, size, there.version) or digest(address) == file_digest(file)):
+    if not is_stored(file, address):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
+
+
+def is_stored(file: Path, address: str) -> bool:
+    """Whether a store has the content of a file of this machine. Raises OSError: it does not answer."""
+    if (there := status(address)) is None or there.size != (size := file.stat().st_size):
+        return False
+    return _has_md5(file, size, there.version) or digest(address) == file_digest(file)
 
 
 def _has_md5(file: Path, size: int, version: str) -> bool:

@@ -23,7 +23,15 @@ from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, media_state, shard_status
+from energon_packing.offline.index import (
+    OF_PART,
+    Index,
+    IndexedDataset,
+    MediaFile,
+    has_state,
+    media_state,
+    shard_status,
+)
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
@@ -31,7 +39,7 @@ from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import squares_of
-from energon_packing.remote_files import shown
+from energon_packing.remote_files import absolute, shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 
@@ -61,7 +69,7 @@ class Passes:
         later, offset = divmod(position - self._packs, self._packs - self._first)
         at = self._first + offset
         epoch = bisect.bisect_right(self._facts.epoch_ends, at)
-        bands, starts = self._bands(later + 1, epoch)
+        _, starts = self._bands(later + 1, epoch)
         place = bisect.bisect_right(starts, at) - 1
         return int(self._ordered(later + 1, epoch, place, self.older)[at - starts[place]])
 
@@ -181,7 +189,7 @@ def check_media(dataset: IndexedDataset, files: Iterable[MediaFile], compared: s
                 now, _ = read_again(path, functools.partial(media_state, path))
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
-            if now != before:
+            if not has_state(now, before):
                 raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
         compared.add(number)
 
@@ -226,11 +234,16 @@ class PlannedSource:
         """The time of the last change is left out: a copy of a data set is as good."""
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         try:
-            size, _ = read_again(path, lambda: shard_status(path))
+            size, _, version = read_again(path, lambda: shard_status(path))
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
-        if size != identity["bytes"] or uuid != identity["index_uuid"]:
-            what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
+        known = identity.get("version") or version  # older indexes do not say it
+        changes = (
+            (size != identity["bytes"], f"{size} bytes instead of {identity['bytes']}"),
+            (version != known, f"version {version} instead of {known}"),
+            (uuid != identity["index_uuid"], "another index"),
+        )
+        if what := next((change for is_one, change in changes if is_one), None):
             raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
 
     def _metadata(self, key: str, name: str) -> Any:
@@ -312,7 +325,7 @@ class SampleRemeasurer:
     ) -> None:
         self._encoder = kind_of_config(run).task_encoder(run) if encoder is None else encoder
         self._workers = workers or WorkersConfig(workers=0)
-        self._again = None, [Path(each).absolute() for each in directories], None, run
+        self._again = None, [absolute(Path(each)) for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
         self._sources: dict[tuple[str, ...], tuple[PlannedSource, Index, IndexedDataset, dict[str, int]]] = {}

@@ -86,7 +86,7 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
     """What is packed at once: of parts with more than `BAND` rows, a band; of smaller ones, as many as have no more.
     ``rows`` ``[D]`` are those of each data set."""
     bands: list[list[Part]] = []
-    held = BAND
+    held = float(BAND)
     for part in parts:
         ends = np.array(part.intervals).reshape(-1, 2)
         count = float(rows @ np.diff(ends)[:, 0]) if part.rows is None else part.rows.size
@@ -95,7 +95,7 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
             for at, (low, high) in enumerate(pairwise([ends[:, 0].tolist(), *cuts, ends[:, 1].tolist()])):
                 intervals = tuple(zip(low, high, strict=True))
                 bands.append([replace(part, intervals=intervals, band=(at,), ends=at == number - 1)])
-            held = BAND
+            held = float(BAND)
         elif held + count <= BAND:
             bands[-1].append(part)
             held += count
@@ -107,7 +107,7 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
 
 def rounds_of(counted: Counted, bands: Sequence[Sequence[Part]]) -> list[int]:
     """How many rounds each permutation of a data set goes through its shards in."""
-    often = sum(np.diff(np.array(part.intervals))[:, 0] for parts in bands for part in parts)
+    often = np.sum([np.diff(np.array(part.intervals))[:, 0] for parts in bands for part in parts], axis=0)
     read = counted.datasets[:, 0] * often
     rounds = []
     for dataset, share in enumerate(read / max(read.sum(), 1)):
@@ -143,10 +143,10 @@ class Band:
         for dataset, (first, last) in ((at, ends) for part in parts for at, ends in enumerate(part.intervals)):
             amounts = counted.shards[bounds[dataset] : bounds[dataset + 1], 1]
             for turn, *ends in turns(first, last) if amounts.any() else ():
-                seed = (dataset, turn, 2)
-                for shard, low, high in shard_stretches(amounts, rounds[dataset], [blend.config.seed, *seed], *ends):
-                    place = (dataset, first, last), (*seed, shard), low, high
-                    wanted[bounds[dataset] + shard].append(place)
+                seed = [blend.config.seed, dataset, turn, 2]
+                for shard, low, high in shard_stretches(amounts, rounds[dataset], seed, *ends):
+                    own = (dataset, first, last), (dataset, turn, 2, shard), low, high
+                    wanted[bounds[dataset] + shard].append(own)
         self._drawn: defaultdict[tuple[int, float, float], list[np.ndarray]] = defaultdict(list)
         self._content: list[pa.Table] = []
         taken: list[Samples] = [again.take(slice(0))]
@@ -157,9 +157,9 @@ class Band:
                 continue
             used = np.zeros(len(samples), dtype=bool)
             chosen = []
-            for interval, seed, low, high in wanted[shard]:
+            for interval, seeds, low, high in wanted[shard]:
                 whole = (low, high) == (0.0, 1.0)
-                rows = np.arange(used.size) if whole else stretch(samples, blend.config, seed, low, high)
+                rows = np.arange(used.size) if whole else stretch(samples, blend.config, seeds, low, high)
                 chosen.append((interval, rows))
                 used[rows] = True
             place = count - 1 + np.cumsum(used)

@@ -148,7 +148,9 @@ class Part:
 class Drawn(Protocol):
     """Where the samples of parts come from."""
 
-    samples: Samples
+    @property
+    def samples(self) -> Samples:
+        """The rows that they are drawn from."""
 
     def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
         """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""

@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from energon_packing.errors import UserError, read_again
 from energon_packing.line_file import lock
-from energon_packing.remote_files import RemoteReader, present, private_directory, read, remote_address, shown, store
-from energon_packing.remote_files import status as remote_status
+from energon_packing.remote_files import RemoteReader, open_file, private_directory, remote_address, shown, store
 
 MOST_BYTES = 1 << 30  # of a JSON file that is read
 METADATA = b"energon_packing"  # key of our metadata in the schema of a file; the value is JSON
@@ -101,24 +100,6 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
         yield True  # closing the file gives the lock back
 
 
-def exists(path: Path) -> bool:
-    """Whether there is a file. Raises UserError, OSError: nobody can say."""
-    address = remote_address(path)
-    return read_again(path, path.is_file) if address is None else remote_status(address) is not None
-
-
-def file_size(path: Path) -> int:
-    """Bytes of a file. Raises OSError: it is missing, or cannot be looked at."""
-    address = remote_address(path)
-    return read_again(path, path.stat).st_size if address is None else present(address).size
-
-
-def read_file(path: Path) -> bytes:
-    """A small file. Raises OSError: it is missing, or cannot be read."""
-    address = remote_address(path)
-    return read_again(path, path.read_bytes) if address is None else read(address)
-
-
 def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> pq.ParquetFile:
     """Opens a Parquet file with pyarrow's `options`. Of one in a store, the end is read (`TAIL_BYTES`, and a footer
     that is larger), after the `size` was asked for if the caller does not know it; then each row group, or those of
@@ -154,9 +135,9 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
     file or its directory is, such as ``an index``, and that the command `remedy` makes another one. Raises UserError:
     it is missing, damaged, or of another version."""
     try:
-        if file_size(file) > MOST_BYTES:
+        if len(text := read_again(shown(file), lambda: _read(file))) > MOST_BYTES:
             raise ValueError("it is too large")
-        content = json.loads(read_file(file))
+        content = json.loads(text)
     except FileNotFoundError as error:
         raise UserError(
             f"{shown(file.parent)} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
@@ -171,13 +152,25 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
         raise UserError(f"{shown(file)} is damaged ({error}); {remedy} again") from error
 
 
+def _read(file: Path) -> bytes:
+    with open_file(file) as stream:
+        return stream.read(MOST_BYTES + 1)
+
+
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
-
     try:
-        with read_again(path, lambda: parquet_file(path)) as file:
-            value = json.loads((file.schema_arrow.metadata or {})[METADATA])
-    except (OSError, KeyError, ValueError, pa.ArrowException):
+        with read_again(shown(path), lambda: parquet_file(path)) as file:
+            return metadata_of(file)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+
+
+def metadata_of(file: pq.ParquetFile) -> dict[str, Any] | None:
+    """The same of an open file."""
+    try:
+        value = json.loads((file.schema_arrow.metadata or {})[METADATA])
+    except (KeyError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -21,8 +21,10 @@ per line, as in the ledger of an online run, with the place of the sample::
 import bisect
 import functools
 import hashlib
+import io
 import json
 import operator
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -41,10 +43,8 @@ from energon_packing.offline.files import (
     Amount,
     Count,
     Name,
-    exists,
     parquet_file,
     read_as,
-    read_file,
     read_metadata,
     replacing,
     write_table,
@@ -62,7 +62,7 @@ from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
-from energon_packing.remote_files import check_local, shown
+from energon_packing.remote_files import check_remote, exists, make_directory, open_file, remote_address, shown
 
 FORMAT = 1
 ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
@@ -171,11 +171,6 @@ class PlanFacts:
     # figures for readers; see `energon_packing.offline.planner`
     summary: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[PlanPart, ...] = ()  # of a plan in bands
-
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        """Where an epoch or a band ends: for each, the number of packs up to there."""
-        return tuple(sorted({*self.epoch_ends, *(part.first for part in self.parts)} - {0}))
 
     @property
     def kind(self) -> str:
@@ -342,7 +337,10 @@ def _shard(row: dict[str, Any]) -> IndexedShard:
 def read_facts(path: Path) -> dict[str, Any] | None:
     """What the metadata or the manifest of a plan say; None if there is none that can be read."""
     try:
-        found = json.loads(read_file(path / MANIFEST)) if exists(path / MANIFEST) else read_metadata(path)
+        if not exists(path / MANIFEST):
+            return read_metadata(path)
+        with open_file(path / MANIFEST) as file:
+            found = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -351,6 +349,21 @@ def read_facts(path: Path) -> dict[str, Any] | None:
 def part_path(path: Path, number: int) -> Path:
     """A file of a plan in bands."""
     return path / f"part-{number:05}.parquet"
+
+
+def copy_plan(plan: "Plan", target: Path) -> None:
+    """Copies a plan and its drops, if they are there, byte for byte. Raises OSError."""
+    files = [(drops_path(plan.path), drops_path(target))]
+    if plan.facts.parts:
+        make_directory(target)
+        names = [part_path(target, at).name for at in range(len(plan.facts.parts))]
+        files += [(plan.path / name, target / name) for name in (*names, SOURCES_FILE, MANIFEST)]
+    else:
+        files.append((plan.path, target))
+    for source, aim in files:
+        if exists(source):
+            with replacing(aim) as aside, open_file(source) as read, aside.open("wb") as written:
+                shutil.copyfileobj(read, written)
 
 
 class Group(NamedTuple):
@@ -378,15 +391,15 @@ class Plan:
     @classmethod
     def open(cls, path: str | Path) -> "Plan":
         """Reads the metadata only. Raises UserError: the file is missing, damaged, no plan, or of another version."""
-        check_local("the plan", path)
-        file = Path(path)
+        check_remote("the plan", path)
+        file, place = Path(path), shown(path)
         metadata = read_facts(file)
         if metadata is None and not exists(file):
-            if file.is_dir():
+            if not remote_address(file) and file.is_dir():
                 raise UserError(f"{file} is not complete; run 'energon-packing plan' again with the same arguments.")
-            raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")
+            raise UserError(f"There is no plan {place}; make one with 'energon-packing plan'.")
         if metadata is None or metadata.get("format") != FORMAT or "epoch_ends" not in metadata:
-            raise UserError(f"{file} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
+            raise UserError(f"{place} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
         try:
             facts = PlanFacts.from_json(metadata)
             if facts.parts:
@@ -394,7 +407,7 @@ class Plan:
                 facts = replace(facts, datasets=_stored_datasets(file, facts, counts))
             return cls(file, facts)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{file} has damaged metadata ({error!r}); make the plan again.") from error
+            raise UserError(f"{place} has damaged metadata ({error!r}); make the plan again.") from error
 
     def __len__(self) -> int:
         return self.facts.packs
@@ -455,16 +468,16 @@ class Plan:
     def _numbers_of(self, group: Group) -> tuple[np.ndarray, np.ndarray]:
         table = self._read(group, ["pack", *SIZES])
         if missing := [name for name in SIZES if name not in table.schema.names or table.column(name).null_count]:
-            raise UserError(f"{self.path} is damaged (a row lacks its {missing[0]}); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged (a row lacks its {missing[0]}); make the plan again.")
         values = np.stack([table.column(name).to_numpy().astype(np.int64) for name in SIZES], axis=1)
         if (values[:, :-1] < 0).any():
-            raise UserError(f"{self.path} is damaged (a row has a number below 0); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged (a row has a number below 0); make the plan again.")
         return table.column("pack").to_numpy(), values
 
     def groups(self, start: int, stop: int) -> list[Group]:
         """The row groups that hold the packs ``[start, stop)``. Raises as `packs`."""
         if not 0 <= start <= stop <= len(self):
-            raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
+            raise UserError(f"packs {start} to {stop} are not in {shown(self.path)}, which has {len(self)}")
         if start == stop:
             return []
         found = []
@@ -494,14 +507,14 @@ class Plan:
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
-            raise UserError(f"{self.path} is damaged ({wrong}); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged ({wrong}); make the plan again.")
         return table, table.column("pack").to_numpy()
 
     def _opened_part(self, number: int) -> tuple[pq.ParquetFile, tuple[int, ...]]:
         """A file, and the first pack of each of its row groups."""
         part = self.facts.parts[number] if self.facts.parts else None
         path = self.path if part is None else part_path(self.path, number)
-        file = parquet_file(path, size=part and part.bytes, page_checksum_verification=True)
+        file = parquet_file(path, size=None if part is None else part.bytes, page_checksum_verification=True)
         known = (file.schema_arrow.metadata or {}).get(METADATA, b"")
         # Not all of the metadata of a whole plan are parsed: they may name 100,000 shards.
         if (f'"id": "{self.facts.id}"' if part is None else f'"digest": "{part.digest}"').encode() not in known:
@@ -669,16 +682,18 @@ def read_drops(
     another plan, or has another `digest` than this one."""
     path = path or drops_path(plan)
     try:
-        with path.open(encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
             head = json.loads(file.readline())
             if head.get("plan") != identifier:
-                raise UserError(f"{path} has the drops of another plan; make the plan again.")
+                raise UserError(f"{shown(path)} has the drops of another plan; make the plan again.")
             if digest is not None and head.get("digest", digest) != digest:  # plans of before have none
-                raise UserError(f"{plan} has other rows or settings than were written; make the plan again.")
+                raise UserError(f"{shown(plan)} has other rows or settings than were written; make the plan again.")
             for line in file:
                 entry = json.loads(line)
                 if not isinstance(entry, dict) or not isinstance(entry.get("dropped"), str):
                     raise ValueError(f"a line names no sample: {line[:80]!r}")
                 yield entry
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}, the drops of the plan, cannot be read ({error}); make the plan again.") from error
+        raise UserError(
+            f"{shown(path)}, the drops of the plan, cannot be read ({error}); make the plan again."
+        ) from error

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os.path
 import re
+import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,7 +40,7 @@ from energon_packing.offline.blend import (
     shares_of,
     stage_weights,
 )
-from energon_packing.offline.files import file_size, remove_leftovers, said, write_json, write_table
+from energon_packing.offline.files import remove_leftovers, said, write_json, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, kind_of, pair_counts
 from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import (
@@ -72,7 +73,7 @@ from energon_packing.packing.partition import PackGroups, check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_local, shown
+from energon_packing.remote_files import check_remote, exists, file_size, remote_address, remove, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -322,7 +323,7 @@ def figures_of(
     counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
     counted["reached"] = times * amount
     owners = np.searchsorted(sources.ends_of(samples), packs.order, side="right")
-    figures = Counter[Any](
+    figures: Counter[Any] = Counter(
         rows=packs.order.size,
         packs=packs.costs.size,
         bound=packs.bound,
@@ -487,7 +488,6 @@ def make_plan(
             are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
         ConfigError: the configuration does not suit the indexes.
     """
-    check_local("the plan", out)
     _check_free(out, force)
     sources = Sources.open(directories, config, splits)
     family = str(sources.indexes[0].fingerprint.get("family", ""))
@@ -547,9 +547,10 @@ _OURS = re.compile(rf"\..*|part-\d+\.parquet|{MANIFEST}|{SOURCES_FILE}")
 
 def _check_free(out: Path, force: bool) -> None:
     """Refuses a place where a plan cannot be written, or shall not be replaced."""
-    if out.exists() and not force and (out.is_file() or (out / MANIFEST).exists()):
-        raise UserError(f"{out} exists already; name another file, or replace it with --force.")
-    if not out.parent.is_dir():
+    check_remote("the plan", out)
+    if (exists(out) or exists(out / MANIFEST)) and not force:
+        raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
+    if not remote_address(out) and not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
     if out.is_dir() and (others := [each.name for each in out.iterdir() if not _OURS.fullmatch(each.name)]):
         raise UserError(f"{out} is there and is no plan (it has {others[0]}); name another file.")
@@ -564,7 +565,8 @@ class _Made:
         self._out, self._counted, self._told, self._limits, self._decided = out, counted, told, limits, decided
         self._schema = plan_file.rows_schema(kind_of(counted.sources.datasets), self._decided)
         self._figures, self._costs, self._ends = Counter[Any](), list[np.ndarray](), list[int]()
-        self._parts, self._sharing = list[PlanPart](), None
+        self._parts: list[PlanPart] = []
+        self._sharing: list[dict[str, Any]] | None = None
 
     def _add(self, packs: OrderedPacks) -> int:
         """Counts some packs, and returns the number of the first."""
@@ -612,14 +614,18 @@ class _Made:
         self._add(packs)
         facts = self._facts(packs.held, packs.row_groups)
         digest = plan_file.digest_of(facts.to_json())
-        if self._out.is_dir():
+        if exists(self._out / MANIFEST) or self._out.is_dir():
             self.clear()
-            self._out.rmdir()
+            shutil.rmtree(self._out, ignore_errors=True)
         write_table(self._out, self._schema, hashed(self._tables(packs, drawn, 0), digest), facts.to_json())
         return facts, digest.hexdigest()
 
     def clear(self) -> None:
         """Makes an empty directory of the plan's place."""
+        if (address := remote_address(self._out)) is not None:
+            for place in (address, f"{address}/{MANIFEST}"):
+                remove(place)
+            return
         if self._out.is_file():
             self._out.unlink()
         self._out.mkdir(exist_ok=True)
@@ -635,8 +641,8 @@ class _Made:
         content = hashlib.sha256(held.encode())
         said = {"format": plan_file.FORMAT, "digest": held, "row_groups": [first + each for each in packs.row_groups]}
         write_table(path, self._schema, hashed(self._tables(packs, drawn, first), content), said)
-        own = {"digest": held, "content": content.hexdigest(), "bytes": file_size(path)}
-        self._parts.append(PlanPart(first=first, rows=packs.order.size, **own))
+        rows, size = packs.order.size, file_size(path)
+        self._parts.append(PlanPart(first=first, rows=rows, bytes=size, digest=held, content=content.hexdigest()))
 
     def finish(self) -> tuple[PlanFacts, str]:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
@@ -661,7 +667,7 @@ def digest_bytes(digest: str) -> np.ndarray:
 
 def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None:
     """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
-    where, config, sources = ", ".join(map(str, directories)), counted.config, counted.sources
+    where, config, sources = ", ".join(map(shown, directories)), counted.config, counted.sources
     for name in marked(config.packing, "newer", "lengths"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them

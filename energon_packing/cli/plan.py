@@ -10,6 +10,7 @@ from rich.console import Console
 from energon_packing.cli.options import FILE, PATH, config_options, executor_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
 from energon_packing.errors import UserError, refuse
+from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 _EXAMPLES = """
@@ -31,6 +32,10 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
 @click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
+@click.option(
+    "--extend", metavar="PLAN", type=FILE, help="Keep the packs of this plan that are trained: those before --from."
+)
+@click.option("--from", "first", metavar="PACK", type=click.IntRange(min=0), help="First pack to plan anew.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
 @executor_options
 @json_option
@@ -41,6 +46,8 @@ def plan(
     out: Path | None,
     splits: tuple[str, ...],
     force: bool,
+    extend: Path | None,
+    first: int | None,
     diff: bool,
     as_json: bool,
     **workers: Any,
@@ -56,8 +63,8 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force or splits,
-                "--diff reads plans only: use it without --out, --force, --split, --config and --set.",
+                out is not None or config_path is not None or overrides or force or splits or extend is not None,
+                "--diff reads plans only: use it without --out, --force, --split, --extend, --config and --set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
@@ -65,15 +72,17 @@ def plan(
         return
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
+    refuse(((extend is None) != (first is None), "--extend PLAN and --from PACK belong together; give both."))
     check_plan_name(out)
-    starting(f"Planning packs of {', '.join(map(str, given))}", quiet=as_json)
+    starting(f"Planning packs of {', '.join(map(shown, given))}", quiet=as_json)
     from energon_packing.offline.index import Index, kind_of
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given, **workers))
+    parts = encoder_parts(config, given, **workers) | {"extend": extend, "first": first or 0}
+    facts = make_plan(given, config, out, force=force, splits=splits, **parts)
     told = {
-        "plan": str(out),
+        "plan": shown(out),
         "id": facts.id,
         "splits": sorted(facts.splits),
         "epoch_ends": list(facts.epoch_ends),
@@ -88,7 +97,7 @@ def plan(
 def check_plan_name(out: Path) -> None:
     """Raises a `UserError` about a name by which ``data.path`` does not know a plan."""
     if out.suffix != ".parquet":
-        raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
+        raise UserError(f"--out {shown(out)} must end with .parquet, by which data.path knows a plan.")
 
 
 def encoder_parts(config: Any, directories: tuple[Path, ...], **workers: Any) -> dict[str, Any]:
@@ -138,10 +147,16 @@ def show_summary(result: dict[str, Any]) -> None:
     ]
     right = ("samples", unit, "per epoch", "share asked", "reached")
     console.print(table(rows, left=("data set", "dropped"), right=right))
+    if mix := result.get("mix"):
+        from energon_packing.report.stats_page import mix_cells
+
+        names = [each["name"] for each in result["datasets"]]
+        console.print(table(mix_cells(mix), left=("share of tokens, packs",), right=names))
     if result.get("unfinished"):
+        more = "more of plan.stages make" if mix else "plan.epochs makes"
         say(
             f"ends in the middle of {result['unfinished']}: a run that reads more packs than these is refused; "
-            "plan.epochs makes more"
+            f"{more} more"
         )
     lengths = [(f"{line['from']:,} to {line['below'] - 1:,}", f"{line['samples']:,}") for line in result["histogram"]]
     console.print(table(lengths, left=(f"{unit} of a sample",), right=("samples",)))

@@ -39,6 +39,17 @@ class PlannedDatasetConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanStageConfig:
+    """A stretch of a run with a mix of its own."""
+
+    tokens: float = setting(0.0, unit="tokens", least=1)
+    """Real tokens of the stage, of a plan of clips latent patches. Its last pack may hold less than fits."""
+    datasets: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each data set in the stage, named as in ``plan.datasets``, in the unit of ``weights_by``; the others
+    have no samples in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
     """How a plan is made from an index; see docs/offline.md."""
 
@@ -50,6 +61,9 @@ class PlanConfig:
     datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
     """Settings of single data sets, by their name in the index, their path, that of their shards, or the last part of
     one of these paths."""
+    stages: tuple[PlanStageConfig, ...] = ()
+    """Stages of the run, in order, in place of epochs: a curriculum, or another mix for the last tokens. Each goes on
+    with a data set where the ones before ended, so that no sample occurs twice before all have occurred."""
     max_data_parallel: int = setting(512, unit="ranks", least=1)
     """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
     seed: int = setting(0, unit="number", least=0)
@@ -60,6 +74,20 @@ class PlanConfig:
         weighted = [name for name, setting in self.datasets.items() if setting.weight is not None]
         if weighted and self.weights_by == "none":
             raise ConfigError(f"plan.datasets: {weighted[0]} has a weight, but plan.weights_by is none; leave one out.")
+        shares = [name for name, setting in self.datasets.items() if (setting.weight, setting.epochs) != (None, None)]
+        for number, stage in enumerate(self.stages):
+            check_bounds(f"plan.stages: stage {number}", stage)
+            bad = next((name for name, weight in stage.datasets.items() if not 0 < weight < math.inf), None)
+            refuse(
+                (not stage.datasets, f"plan.stages: stage {number} names no data set; give at least one a weight."),
+                (bad is not None, f"plan.stages: stage {number} has a weight of {bad} that is no number above 0."),
+                (self.epochs > 1, "plan.stages and plan.epochs are both set; stages say how long a plan is."),
+                (self.weights_by == "none", "plan.stages have weights, but plan.weights_by is none; set another unit."),
+                (
+                    bool(shares),
+                    f"plan.datasets: {shares[:1]} has weight or epochs, and so have plan.stages; leave it out.",
+                ),
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,25 +1,33 @@
-"""Which samples occur in which epoch of a plan, when data sets have weights or are repeated.
+"""Which samples occur in which epoch or stage of a plan, when data sets have weights or are repeated.
 
 The share of a data set is what the section ``plan`` says, or else the metadataset that was measured. Every data set is
-an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So a data set that
-occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
+an endless row of seeded permutations of its samples, and each epoch or stage takes the next stretch of it. So a data
+set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred. What
+is packed together is a `Part`: an epoch, or a band of a large one (`energon_packing.offline.bands`).
+
+A plan that goes on from another one keeps its first packs. The permutations that these have begun are then completed:
+what they lack comes first.
 """
 
+import bisect
 import difflib
+import itertools
 import math
 import os.path
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import IndexedDataset
-from energon_packing.offline.plan import ROUNDING
-from energon_packing.offline.samples import Samples
+from energon_packing.offline.plan import ROUNDING, Plan
+from energon_packing.offline.samples import Samples, Sources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +44,11 @@ class Share:
 def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Share]:
     """The share of each data set. Raises ConfigError: a name that no data set has, or that two have; weights for only
     some of the data sets."""
-    settings = _named_settings(datasets, config)
+    settings = _by_name(datasets, config.datasets, PlannedDatasetConfig(), "plan.datasets")
+    if config.stages:
+        used = np.any(stage_weights(datasets, config), axis=0).tolist()
+        pairs = zip(settings, used, strict=True)
+        return [Share(weight=None, epochs=float(it), group=setting.group) for setting, it in pairs]
     epochs = [_epochs(dataset, setting, config) for dataset, setting in zip(datasets, settings, strict=True)]
     used = [number for number, each in enumerate(epochs) if each > 0]
     if not used:
@@ -85,8 +97,14 @@ def _weights_of_the_blend(
     return [dataset.weight for dataset in datasets]
 
 
-def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[PlannedDatasetConfig]:
-    """The entry of each data set under ``plan.datasets``, by any of its names."""
+def stage_weights(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:
+    """The weight of each data set in each stage, ``[stages, D]`` float64. Raises ConfigError: a name that no data set
+    has, or that two have."""
+    return np.array([_by_name(datasets, stage.datasets, 0.0, "plan.stages") for stage in config.stages])
+
+
+def _by_name[T](datasets: Sequence[IndexedDataset], entries: Mapping[str, T], default: T, where: str) -> list[T]:
+    """The entry of each data set in a setting, by any of its names."""
     names: defaultdict[str, list[int]] = defaultdict(list)
     short: defaultdict[str, list[int]] = defaultdict(list)
     for number, dataset in enumerate(datasets):
@@ -94,100 +112,243 @@ def _named_settings(datasets: Sequence[IndexedDataset], config: PlanConfig) -> l
             names[name].append(number)
         for name in {os.path.basename(path) for path in dataset.names} - dataset.names:
             short[name].append(number)
-    settings = [PlannedDatasetConfig()] * len(datasets)
+    settings = [default] * len(datasets)
     named: dict[int, str] = {}
-    for name, setting in config.datasets.items():
+    for name, setting in entries.items():
         spelled = (name, os.path.abspath(name))
         numbers = next((known[each] for known in (names, short) for each in spelled if each in known), [])
         if not numbers:
             near = difflib.get_close_matches(name, [*names, *short], n=1)
             known = ", ".join(dataset.name for dataset in datasets)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {known}."
-            raise ConfigError(f"plan.datasets: no index has the data set {name!r}; {hint}")
+            raise ConfigError(f"{where}: no index has the data set {name!r}; {hint}")
         if len(numbers) > 1:
             several = ", ".join(f"{datasets[at].name} in {datasets[at].root}" for at in numbers)
-            raise ConfigError(f"plan.datasets: {name!r} names several data sets ({several}); name the one you mean.")
+            raise ConfigError(f"{where}: {name!r} names several data sets ({several}); name the one you mean.")
         if numbers[0] in named:
-            raise ConfigError(f"plan.datasets: {named[numbers[0]]!r} and {name!r} are the same data set; name it once.")
+            raise ConfigError(f"{where}: {named[numbers[0]]!r} and {name!r} are the same data set; name it once.")
         named[numbers[0]] = name
         settings[numbers[0]] = setting
     return settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Blend:
-    """Draws the samples of each epoch."""
+class Part:
+    """What is packed together: of each data set, an interval ``[first, last)`` of its endless row of permutations."""
 
-    ends: tuple[int, ...]  # ``[data sets]`` int64: for each data set, the number of rows of `Samples` up to its end
+    number: int  # of its epoch
+    intervals: tuple[tuple[float, float], ...] = ()  # of each data set, in permutations
+    rows: np.ndarray | None = None  # ``[N]`` rows of `Samples` that it has instead, all of one group
+    place: int = 0  # its position among the parts of the plan
+    # its number from 0 if it is one of several bands of such an interval; for random choices
+    band: tuple[int, ...] = ()
+    ends: bool = True  # whether the epoch ends with it
+
+
+class Drawn(Protocol):
+    """Where the samples of parts come from."""
+
+    @property
+    def samples(self) -> Samples:
+        """The rows that they are drawn from."""
+
+    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
+        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """The first packs of another plan, with which a plan begins."""
+
+    plan: str  # id of the other plan
+    order: np.ndarray  # ``[rows]`` int64 rows of `Samples`, one pack after another
+    sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
+    times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
+    given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
+    tokens: int  # of those of the stage that has begun
+    ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
+    begun: int  # epochs or stages that they have whole
+
+    @property
+    def share_left(self) -> float:
+        """Share of the packs of the epoch that has begun which they do not have."""
+        first, stop = (0, *self.ends, *self.ends[-1:])[self.begun : self.begun + 2]
+        return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blend:
+    """Which samples the parts of a plan have."""
+
     shares: tuple[Share, ...]  # of each data set, as the plan or its metadataset says
-    amount: np.ndarray  # ``[rows]`` what weights count of each row of `Samples`: its tokens, or 1 of each sample
     repeats: tuple[float, ...]  # how often each data set occurs in one epoch
     groups: Mapping[str, tuple[int, ...]]  # for each group, the numbers of its data sets, by name of the group
-    samples: Samples  # what can be packed
     config: PlanConfig  # seed and unit of the weights
-    # ``[N]`` rows of `Samples` that come first, as an epoch of their own; None begins with a whole epoch
+    # ``[N]`` rows of `Samples` that come first, as a part of their own; None or none begins with a whole epoch
     rest: np.ndarray | None = None
+    kept: Kept | None = None  # what comes before all parts
+    lengths: np.ndarray | None = None  # ``[stages, D]`` permutations of each data set in a stage, if there are stages
 
     @classmethod
-    def of(
-        cls, datasets: Sequence[IndexedDataset], source_ends: np.ndarray, samples: Samples, config: PlanConfig
-    ) -> "Blend":
-        """The blend of these data sets; `source_ends` are the numbers of sources up to the end of each. Raises as
-        `shares_of`."""
+    def of(cls, datasets: Sequence[IndexedDataset], held: np.ndarray, config: PlanConfig) -> "Blend":
+        """The blend of these data sets, with sums ``[D, 2]`` of each: `amounts_of` its samples, and their tokens.
+        Raises as `shares_of`; UserError: a data set of a stage has nothing."""
         shares = shares_of(datasets, config)
-        ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
-        tokens, firsts = samples.sizes.tokens, np.diff(samples.source, prepend=-1) != 0  # pieces of a sample count once
-        amount = tokens if config.weights_by == "tokens" else firsts
-        amounts = [float(amount[start:end].sum()) for start, end in pairwise([0, *ends])]
         groups: defaultdict[str, list[int]] = defaultdict(list)
         for number, share in enumerate(shares):
             group = group_name(datasets[number].subflavors) if share.group is None else share.group
             groups[group].append(number)
+        amounts, lengths = held[:, 0], None
+        if config.stages:
+            weights = stage_weights(datasets, config)
+            if (empty := np.flatnonzero(weights.any(axis=0) & (amounts == 0))).size:
+                raise UserError(f"plan.stages: no sample of {datasets[empty[0]].name} can be packed; leave it out.")
+            of_weight = weights / np.maximum(amounts, 1)  # permutations for a unit of weight
+            lengths = (
+                of_weight * (np.array([each.tokens for each in config.stages]) / (of_weight @ held[:, 1]))[:, None]
+            )
         return cls(
-            ends=tuple(ends),
             shares=tuple(shares),
-            amount=amount,
-            repeats=_repeats(shares, amounts),
+            repeats=_repeats(shares, amounts.tolist()) if lengths is None else tuple(lengths.mean(axis=0).tolist()),
+            lengths=lengths,
             groups={name: tuple(numbers) for name, numbers in groups.items()},
-            samples=samples,
             config=config,
         )
 
-    def epoch(self, number: int, group: str) -> np.ndarray:
-        """Rows of `Samples` that a group has in an epoch, ``[N]`` int64, in seeded random order. A row occurs more than
-        once if its data set is repeated within the epoch. Pieces of a sample occur together."""
-        if self.rest is not None:
-            if not number:
-                return np.random.default_rng([self.config.seed, 4]).permutation(self.rest)
-            number -= 1
-        rows = np.concatenate([self._of_dataset(dataset, number) for dataset in self.groups[group]])
-        place = sorted(self.groups).index(group)
-        return np.random.default_rng([self.config.seed, number, place, 1]).permutation(rows)
+    def parts(self) -> list[Part]:
+        """What is packed together, in order: `rest`, if it has any, and every epoch or stage, or what `kept` packs have
+        left of them."""
+        parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
+        begun, share, given, kept = 0, 1.0, np.zeros(len(self.repeats)), self.kept
+        if kept is not None:
+            begun, share, given = kept.begun, kept.share_left, kept.given
+        weighted, repeats, before = any(each.weight for each in self.shares), np.array(self.repeats), given
+        for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
+            if self.lengths is None:
+                after = given + repeats * (number - begun + (share if weighted else 1.0))
+                if not weighted:  # each sample of a data set that was there comes as often as if nothing were kept
+                    after = np.where(given > 0, np.maximum(repeats * (number + 1), before), after)
+            else:
+                tokens = kept.tokens if kept is not None and number == begun else 0
+                after = before + self.lengths[number] * max(0.0, 1 - tokens / self.config.stages[number].tokens)
+            pairs = zip(before.tolist(), after.tolist(), strict=True)
+            intervals = tuple((position(low), position(high)) for low, high in pairs)
+            parts.append(Part(number=number, place=len(parts), intervals=intervals))
+            before = after
+        return parts
 
-    def _of_dataset(self, dataset: int, epoch: int) -> np.ndarray:
+    def rows(self, part: Part, group: str, drawn: Drawn) -> np.ndarray:
+        """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
+        once if its data set is repeated within the part. Pieces of a sample occur together."""
+        if part.rows is not None:
+            return np.random.default_rng([self.config.seed, 4]).permutation(part.rows)
+        rows = np.concatenate([drawn.of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
+        place = sorted(self.groups).index(group)
+        return np.random.default_rng([self.config.seed, part.number, place, 1, *part.band]).permutation(rows)
+
+
+def turns(first: float, last: float) -> Iterator[tuple[int, float, float]]:
+    """The number of each permutation that an interval has a part of, and the part ``[low, high)``."""
+    for turn in range(math.floor(first), math.ceil(last)):
+        yield turn, max(first - turn, 0.0), min(last - turn, 1.0)
+
+
+def amounts_of(samples: Samples, config: PlanConfig) -> np.ndarray:
+    """What weights count of each row, ``[N]``: its tokens, or 1 of each sample, whose pieces count once."""
+    firsts: np.ndarray = np.diff(samples.source, prepend=-1) != 0
+    return samples.sizes.tokens if config.weights_by == "tokens" else firsts
+
+
+def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: float, high: float) -> np.ndarray:
+    """Rows of some `samples` in the part ``[low, high)`` of one permutation of them."""
+    firsts = np.flatnonzero(np.diff(samples.source, prepend=-1))  # the first row of each sample
+    amount = np.add.reduceat(amounts_of(samples, config).astype(np.int64), firsts)
+    order = np.random.default_rng([config.seed, *seed]).permutation(firsts.size)
+    # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
+    after = np.cumsum(amount[order])
+    middle = (after - amount[order] / 2) / after[-1]
+    chosen = order[(middle >= low) & (middle < high)]
+    return gathered(np.append(firsts, len(samples)), chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllSamples:
+    """A `Drawn` of all samples of a plan."""
+
+    samples: Samples
+    ends: tuple[int, ...]  # for each data set, the number of rows of `samples` up to its end
+    config: PlanConfig
+    sources: Sources
+    kept: Kept | None = None  # packs that have some of them
+
+    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
         start, end = (0, *self.ends)[dataset : dataset + 2]
-        repeats = self.repeats[dataset] if start < end else 0.0
-        first, last = (_position(number * repeats) for number in (epoch, epoch + 1))
         parts = [np.zeros(0, dtype=np.int64)]
-        for turn in range(math.floor(first), math.ceil(last)):
-            low, high = max(first - turn, 0.0), min(last - turn, 1.0)
-            whole = low == 0.0 and high == 1.0
-            parts.append(np.arange(start, end) if whole else self._stretch(dataset, turn, start, end, low, high))
+        if self.kept is not None and start < end and first < last:
+            times, given = self.kept.times[start:end], float(self.kept.given[dataset])
+            begun = int(times.max())  # permutations, which may lack samples
+            random = np.random.default_rng([self.config.seed, dataset, begun, 6])
+            left = random.permutation(np.repeat(np.arange(start, end), begun - times))
+            amount = self.samples.sizes.tokens[left] if self.config.weights_by == "tokens" else np.ones(left.size)
+            after = np.cumsum(amount)
+            places = given + (begun - given) * (after - amount / 2) / after[-1:]
+            parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
+            first = max(first, float(begun))
+        for turn, low, high in turns(first, last) if start < end else ():
+            whole, own = low == 0.0 and high == 1.0, self.samples.take(slice(start, end))
+            within = np.arange(len(own)) if whole else stretch(own, self.config, (dataset, turn, 2), low, high)
+            parts.append(start + within)
         return np.concatenate(parts)
 
-    def _stretch(self, dataset: int, turn: int, start: int, end: int, low: float, high: float) -> np.ndarray:
-        """Rows in the part ``[low, high)`` of one permutation of a data set."""
-        source = self.samples.source[start:end]
-        firsts = np.flatnonzero(np.diff(source, prepend=-1))  # the first row of each sample
-        amount = np.ones(firsts.size, dtype=np.int64)
-        if self.config.weights_by == "tokens":
-            amount = np.add.reduceat(self.samples.sizes.take(slice(start, end)).tokens, firsts)
-        order = np.random.default_rng([self.config.seed, dataset, turn, 2]).permutation(firsts.size)
-        # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
-        after = np.cumsum(amount[order])
-        middle = (after - amount[order] / 2) / after[-1]
-        chosen = order[(middle >= low) & (middle < high)]
-        return start + gathered(np.append(firsts, end - start), chosen)
+    def content(self, columns: Sequence[str]) -> tuple[list[pa.Table], np.ndarray]:
+        """These columns of the index, and the row of each of `samples` there, ``[N]`` int64."""
+        return [table for _, table in self.sources.tables(columns)], self.samples.source
+
+
+def kept_packs(plan: Plan, first: int, drawn: "AllSamples", decided: Mapping[str, Any]) -> Kept:
+    """The packs of a plan before pack `first`, for one of these samples whose packs are `decided` so. Raises UserError:
+    the plan has fewer; it has other packs; or a sample of them is not in the index, or is another there."""
+    facts, samples, sources = plan.facts, drawn.samples, drawn.sources
+    if not 0 <= first <= facts.packs:
+        raise UserError(f"--from is {first}, and {plan.path} has only {facts.packs} packs.")
+    for name in sorted((facts.decided.keys() | decided.keys()) - {"plan", "rest", "extends"}):
+        if (before := facts.decided.get(name)) != (now := decided.get(name)):
+            raise UserError(f"{plan.path} was made with {name} {before!r}, now it is {now!r}; packs stay as they are.")
+    numbers = {record: at for at, record in enumerate(it for each in sources.datasets for it in each.records)}
+    of_plan = [[numbers.get(record, -1) for record in each.records] for each in facts.datasets]
+    shards = np.array([[*each, *[-1] * (max(map(len, of_plan)) - len(each))] for each in of_plan])
+    columns = ("pack", "dataset", "shard", "row", "piece", "length", "second")
+    groups = itertools.islice(plan.tables([*columns]), bisect.bisect_left(facts.row_groups, first))
+    tables = [np.stack([table.column(name).to_numpy().astype(np.int64) for name in columns]) for table in groups]
+    rows = np.concatenate([np.zeros((len(columns), 0), np.int64), *tables], axis=1)
+    pack, dataset, shard, row, piece, *lengths = rows[:, : np.searchsorted(rows[0], first)]
+    number = shards[dataset, shard]
+    order = np.searchsorted(samples.source, sources.starts[number] + row) + np.maximum(piece, 0)
+    held = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
+    own = np.stack([each[np.minimum(order, len(samples) - 1)] for each in held])
+    wrong = (number < 0) | (own != np.stack([sources.starts[number] + row, piece, *lengths])).any(axis=0)
+    if wrong.any():
+        at = int(wrong.argmax())
+        source = facts.datasets[dataset[at]]
+        raise UserError(
+            f"pack {pack[at]} of {plan.path} has sample {row[at]} of {source.shards[shard[at]].name} in {source.root}, "
+            "which is not in the index, or has another length there; give the "
+            "indexes that it was planned from, with more data sets beside them."
+        )
+    alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
+    begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
+    times, amount = np.bincount(order, minlength=len(samples)), amounts_of(samples, drawn.config)
+    parts = [slice(*ends) for ends in pairwise([0, *drawn.ends])]
+    return Kept(
+        plan=facts.id,
+        order=order,
+        sizes=np.bincount(pack, minlength=first).astype(np.int64),
+        times=times,
+        given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
+        tokens=int(samples.sizes.tokens[order[pack >= (0, *facts.epoch_ends)[begun]]].sum()),
+        ends=facts.epoch_ends if alike else (),
+        begun=begun,
+    )
 
 
 def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:
@@ -220,7 +381,7 @@ def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, 
     )
 
 
-def _position(value: float) -> float:
+def position(value: float) -> float:
     """A number of permutations, without the rounding error that would cut a sliver off a whole one."""
     whole = round(value)
     return float(whole) if abs(value - whole) < ROUNDING * max(1.0, abs(value)) else value

@@ -215,6 +215,11 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
+    if facts.stages:
+        return (
+            f"{plan.path} ends after {facts.packs} packs, with the last of its stages; plan again, with one more in "
+            'plan.stages. A state goes on with it and data.accept_changed=["plan"]: it begins with these packs.'
+        )
     if packs is None:
         rarest = min(each["per_epoch"] for each in facts.summary["datasets"] if each["per_epoch"])
         wanted = f"what the run reads; {math.ceil(1 / (rarest + 1e-12))} goes through every data set once"

@@ -30,7 +30,7 @@ from energon_packing.offline.packs import Passes, PositionedPacks, check_media
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
 from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
-from energon_packing.remote_files import shown
+from energon_packing.remote_files import check_remote, shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
 FORMAT = 1
@@ -96,7 +96,7 @@ class PackedFacts:
         placed = [(each.number, each.first, each.first + each.packs) for each in facts.shards]
         wrong = facts.firsts[:1] != (0,) or any(first >= end for first, end in spans)
         if wrong or (placed and placed != [(at, *span) for at, span in enumerate(spans)]):
-            raise UserError(f"{file} is damaged (its shards do not hold its packs in order); pack again")
+            raise UserError(f"{shown(file)} is damaged (its shards do not hold its packs in order); pack again")
         return facts
 
 
@@ -112,13 +112,14 @@ class Packed:
     def open(cls, directory: str | Path) -> "Packed":
         """Reads manifest and metadata of the plan; no shard is opened. Raises UserError: something is missing or
         damaged, or shards are still to be packed."""
-        path = Path(directory)
+        check_remote("the packed directory", directory)
+        path, place = Path(directory), shown(directory)
         facts = PackedFacts.read(path)
         if not facts.shards:
-            raise UserError(f"{path} is not complete; run 'energon-packing pack' again with the same arguments")
+            raise UserError(f"{place} is not complete; run 'energon-packing pack' again with the same arguments")
         plan = Plan.open(path / PLAN_FILE)
         if (plan.facts.id, len(plan), len(plan.facts.datasets)) != (facts.plan, facts.packs, len(facts.media_uuids)):
-            raise UserError(f"{plan.path} is not the plan that {path} was packed from; pack again")
+            raise UserError(f"{shown(plan.path)} is not the plan that {place} was packed from; pack again")
         return cls(directory=path, facts=facts, plan=plan)
 
 

@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,15 @@ from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError, read_again
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, media_state, shard_status
+from energon_packing.offline.index import (
+    OF_PART,
+    Index,
+    IndexedDataset,
+    MediaFile,
+    has_state,
+    media_state,
+    shard_status,
+)
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
@@ -30,7 +39,7 @@ from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import squares_of
-from energon_packing.remote_files import shown
+from energon_packing.remote_files import absolute, shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 
@@ -38,12 +47,13 @@ class Passes:
     """Which pack of a plan each position of an endless run has.
 
     The first pass is the plan as it is. In each later one its whole epochs come again, with the same packs in an order
-    of its own, which follows from ``plan.seed`` and the number of the pass. The rest of an online run, with which a
-    plan may begin, comes once. `older` is as for `order_again`.
+    of its own, which follows from ``plan.seed`` and the number of the pass; its bands change places, if it has any.
+    The rest of an online run, with which a plan may begin, comes once. `older` is as for `order_again`.
     """
 
     def __init__(self, facts: PlanFacts, older: bool = False) -> None:
         self._packs, self._facts, self.older = facts.packs, facts, older
+        self._seed = int(facts.decided["plan"]["seed"])
         self._first = (0, *facts.epoch_ends)[-facts.epochs - 1]
         self._ordered = functools.lru_cache(maxsize=2)(self._order)
 
@@ -59,14 +69,23 @@ class Passes:
         later, offset = divmod(position - self._packs, self._packs - self._first)
         at = self._first + offset
         epoch = bisect.bisect_right(self._facts.epoch_ends, at)
-        start = (0, *self._facts.epoch_ends)[epoch]
-        return int(self._ordered(later + 1, epoch, self.older)[at - start])
+        _, starts = self._bands(later + 1, epoch)
+        place = bisect.bisect_right(starts, at) - 1
+        return int(self._ordered(later + 1, epoch, place, self.older)[at - starts[place]])
 
-    def _order(self, later: int, epoch: int, older: bool) -> np.ndarray:
+    def _bands(self, later: int, epoch: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """The packs ``[start, stop)`` of each band of an epoch, in the order of a pass, and where it begins there."""
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
-        seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
-        position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
-        return order_again(start, stop, position, self._facts.max_data_parallel, seed, older)
+        cuts = [start, *(part.first for part in self._facts.parts if start < part.first < stop), stop]
+        order = np.random.default_rng([self._seed, later, epoch, 6]).permutation(len(cuts) - 1).tolist()
+        bands = [(cuts[at], cuts[at + 1]) for at in order]
+        return bands, [start, *(start + end for end in accumulate(last - first for first, last in bands[:-1]))]
+
+    def _order(self, later: int, epoch: int, place: int, older: bool) -> np.ndarray:
+        bands, starts = self._bands(later, epoch)
+        seed = [self._seed, later, epoch, 5, *([place] if len(bands) > 1 else [])]
+        position = self._packs + (later - 1) * (self._packs - self._first) + starts[place] - self._first
+        return order_again(*bands[place], position, self._facts.max_data_parallel, seed, older)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, (self._facts, self.older)
@@ -170,7 +189,7 @@ def check_media(dataset: IndexedDataset, files: Iterable[MediaFile], compared: s
                 now, _ = read_again(path, functools.partial(media_state, path))
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
-            if now != before:
+            if not has_state(now, before):
                 raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
         compared.add(number)
 
@@ -215,11 +234,16 @@ class PlannedSource:
         """The time of the last change is left out: a copy of a data set is as good."""
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         try:
-            size, _ = read_again(path, lambda: shard_status(path))
+            size, _, version = read_again(path, lambda: shard_status(path))
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
-        if size != identity["bytes"] or uuid != identity["index_uuid"]:
-            what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
+        known = identity.get("version") or version  # older indexes do not say it
+        changes = (
+            (size != identity["bytes"], f"{size} bytes instead of {identity['bytes']}"),
+            (version != known, f"version {version} instead of {known}"),
+            (uuid != identity["index_uuid"], "another index"),
+        )
+        if what := next((change for is_one, change in changes if is_one), None):
             raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
 
     def _metadata(self, key: str, name: str) -> Any:
@@ -301,7 +325,7 @@ class SampleRemeasurer:
     ) -> None:
         self._encoder = kind_of_config(run).task_encoder(run) if encoder is None else encoder
         self._workers = workers or WorkersConfig(workers=0)
-        self._again = None, [Path(each).absolute() for each in directories], None, run
+        self._again = None, [absolute(Path(each)) for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
         self._sources: dict[tuple[str, ...], tuple[PlannedSource, Index, IndexedDataset, dict[str, int]]] = {}

@@ -1,8 +1,14 @@
-"""The plan: a Parquet file that holds, in global order, which samples every pack of a run has.
+"""The plan: a Parquet file, or several, that hold, in global order, which samples every pack of a run has.
 
 One row per sample, or per piece of a split sample. The rows of a pack are adjacent, and in the order of its row; no row
 group splits a pack. A plan holds all that reading its samples needs, so its index may be deleted. Its metadata
 (`energon_packing.offline.files.read_metadata`) have the fields of `PlanFacts`.
+
+A plan that is made in several bands (`energon_packing.offline.bands`) is a directory::
+
+    PLAN/_plan.json            the fields of `PlanFacts`, put last: without it the plan is not complete
+    PLAN/part-00000.parquet    the rows of a band; its metadata have the digest of its `PlanPart`, and its row groups
+    PLAN/_sources.parquet      the shards of all data sets, read when one is asked for
 
 ``PLAN.drops.jsonl`` beside it names every sample that is in no pack, and why: after the id of its plan, one JSON object
 per line, as in the ledger of an online run, with the place of the sample::
@@ -15,14 +21,16 @@ per line, as in the ledger of an online run, with the place of the sample::
 import bisect
 import functools
 import hashlib
+import io
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -30,13 +38,31 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import METADATA, Amount, Count, Name, read_as, read_metadata, replacing
-from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
+from energon_packing.offline.files import (
+    METADATA,
+    Amount,
+    Count,
+    Name,
+    parquet_file,
+    read_as,
+    read_metadata,
+    replacing,
+    write_table,
+)
+from energon_packing.offline.index import (
+    MEDIA,
+    SHARD_COUNTS,
+    IndexedDataset,
+    IndexedShard,
+    MediaFile,
+    kind_of,
+    schema_of,
+)
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import check_remote, exists, make_directory, open_file, remote_address, shown
 
 FORMAT = 1
 ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
@@ -44,6 +70,7 @@ ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
 thousands of readers reads a group for every pack, and all of them the list of groups."""
 ROUNDING = 1e-9
 """Of ``per_epoch`` in the summary, which has 12 digits, and of what is planned, see `energon_packing.offline.blend`."""
+OPEN = 4  # files of bands that an open plan keeps
 CACHED = 2  # row groups that an open plan keeps: a range of packs seldom touches more
 SCHEMA = pa.schema(
     [
@@ -112,6 +139,18 @@ class PlannedPack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPart:
+    """A file of a plan in bands."""
+
+    first: Count  # its first pack
+    rows: Count
+    bytes: Count
+    # SHA-256 of what the id covers (`energon_packing.offline.planner.rows_digest`), and of what `hashed` adds
+    digest: Name
+    content: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFacts:
     """What the metadata of a plan say."""
 
@@ -127,10 +166,11 @@ class PlanFacts:
     samples: Count
     max_data_parallel: Count  # steps are balanced for every data-parallel size that divides this
     epoch_ends: tuple[Count, ...]  # for each epoch, the number of packs up to its end
-    row_groups: tuple[Count, ...]  # number of the first pack of each row group
+    row_groups: tuple[Count, ...]  # number of the first pack of each row group; none of a plan in bands
     drops: Mapping[str, int] = field(default_factory=dict)  # number of dropped source samples by reason
     # figures for readers; see `energon_packing.offline.planner`
     summary: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[PlanPart, ...] = ()  # of a plan in bands
 
     @property
     def kind(self) -> str:
@@ -146,7 +186,7 @@ class PlanFacts:
     @property
     def schema(self) -> pa.Schema:
         """Columns of its rows."""
-        return schema_of(SCHEMA, self.kind, *(LIMITED if self.token_cost else ()))
+        return rows_schema(self.kind, self.decided)
 
     @property
     def token_cost(self) -> float:
@@ -169,14 +209,21 @@ class PlanFacts:
         return places
 
     @property
+    def stages(self) -> int:
+        """Stages of the plan, each an epoch of its own; 0 if it has whole passes over its blend."""
+        return len(self.decided["plan"].get("stages", ()))
+
+    @property
     def epochs(self) -> int:
-        """Whole passes over the blend; a plan of the rest of a run has an epoch more, which comes first."""
-        return int(self.decided["plan"]["epochs"])
+        """Whole passes over the blend, or stages; a plan of the rest of a run has an epoch more, which comes first."""
+        return self.stages or int(self.decided["plan"]["epochs"])
 
     @property
     def unfinished(self) -> str | None:
         """The first data set that the plan ends in the middle of, with how often its samples occur; None if each is
-        gone through a whole number of times, so that the plan may begin again."""
+        gone through a whole number of times, so that the plan may begin again. Stages never do."""
+        if self.stages:
+            return "its stages"
         datasets = self.summary.get("datasets", ())
         rounding = ROUNDING * self.epochs
         if all(each["per_epoch"] == round(each["per_epoch"], 6) for each in datasets):  # plans of before had 6 digits
@@ -189,7 +236,11 @@ class PlanFacts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back, and raises KeyError, TypeError or ValueError for others."""
-        return {"format": FORMAT, **asdict(self)}
+        if not self.parts:
+            return {"format": FORMAT, **{name: value for name, value in asdict(self).items() if name != "parts"}}
+        short = [replace(each, shards=(), media_shards=(), media_states=()) for each in self.datasets]
+        counts = [[len(getattr(each, name)) for name in OF_SHARDS] for each in self.datasets]
+        return {"format": FORMAT, **asdict(replace(self, datasets=tuple(short))), "shards": counts}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PlanFacts":
@@ -203,25 +254,136 @@ class PlanFacts:
         read_as(tuple[tuple[str, Amount], ...], shares)
         planned = read_as(Mapping, facts.decided["plan"])
         epochs, _ = read_as(tuple[Count, Count], (planned["epochs"], planned["seed"]))
+        epochs = len(read_as(tuple[Mapping, ...], planned.get("stages", []))) or epochs
         if not epochs or len(facts.epoch_ends) - epochs not in (0, 1) or not facts.max_data_parallel:
             raise ValueError(f"{len(facts.epoch_ends)} epochs end, and it has {epochs}")
         if len({kind_of([each]) for each in facts.datasets}) > 1:
             raise ValueError("its data sets are of several kinds")
-        for places in ((*facts.row_groups, facts.packs), (0, *facts.epoch_ends)):
+        firsts = tuple(part.first for part in facts.parts) or facts.row_groups
+        for places in ((*firsts, facts.packs), (0, *facts.epoch_ends)):
             ascends = all(first < stop for first, stop in pairwise(places))
             if not ascends or (places[0], places[-1]) != (0, facts.packs):
                 raise ValueError(f"its {facts.packs} packs cannot be divided at {places[:8]}")
         return facts
 
 
+OF_SHARDS = ("shards", "media_shards", "media_states")
+SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in SHARD_COUNTS), ("identity", pa.string())])
+"""Columns of the shards of a plan in bands: of each data set its shards, names of its media shards, their states."""
+MANIFEST, SOURCES_FILE = "_plan.json", "_sources.parquet"
+
+
+def write_sources(path: Path, facts: PlanFacts) -> None:
+    """Writes the shards of all data sets of a plan. Raises OSError."""
+    rows: list[dict[str, Any]] = []
+    for each in facts.datasets:
+        rows += [asdict(shard) | {"identity": json.dumps(dict(shard.identity))} for shard in each.shards]
+        rows += [{"name": name} for name in (*each.media_shards, *each.media_states)]
+    write_table(path / SOURCES_FILE, SOURCES, [pa.Table.from_pylist(rows, SOURCES)], {"id": facts.id})
+
+
+class _Sources:
+    """The shards of a plan in bands, which are read when one is asked for."""
+
+    def __init__(self, path: Path, identifier: str, rows: int) -> None:
+        self._state = path, identifier, rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Sources, self._state
+
+    @functools.cached_property
+    def table(self) -> pa.Table:
+        """All of them. Raises UserError: they are missing, damaged, or of another plan."""
+        path, identifier, rows = self._state
+        file = path / SOURCES_FILE
+        try:
+            with read_again(file, lambda: parquet_file(file, page_checksum_verification=True)) as opened:
+                known, table = opened.schema_arrow.metadata or {}, opened.read(use_threads=False).cast(SOURCES)
+            if json.loads(known[METADATA])["id"] != identifier or len(table) != rows:
+                raise ValueError("it is of another plan")
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            raise UserError(f"{shown(file)}, of the plan, cannot be read ({error}); make the plan again.") from error
+        return table
+
+
+class _Stored[Item](Sequence[Item]):
+    """Rows ``[start, stop)`` of `_Sources`, each read as an item when it is asked for."""
+
+    def __init__(self, sources: _Sources, span: range, item: Callable[[dict[str, Any]], Item]) -> None:
+        self._state = self._sources, self._span, self._item = sources, span, item
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Stored, self._state
+
+    def __len__(self) -> int:
+        return len(self._span)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[each] for each in range(len(self))[at]]
+        return self._item(self._sources.table.slice(self._span[at], 1).to_pylist()[0])
+
+    def __iter__(self) -> Iterator[Item]:
+        return map(self._item, self._sources.table.slice(self._span.start, len(self)).to_pylist())
+
+
+def _shard(row: dict[str, Any]) -> IndexedShard:
+    try:
+        return cast(IndexedShard, read_as(IndexedShard, row | {"identity": json.loads(row["identity"])}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"a shard of the plan is damaged ({error}); make the plan again.") from error
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """What the metadata or the manifest of a plan say; None if there is none that can be read."""
+    try:
+        if not exists(path / MANIFEST):
+            return read_metadata(path)
+        with open_file(path / MANIFEST) as file:
+            found = json.loads(file.read())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def part_path(path: Path, number: int) -> Path:
+    """A file of a plan in bands."""
+    return path / f"part-{number:05}.parquet"
+
+
+def copy_plan(plan: "Plan", target: Path) -> None:
+    """Copies a plan and its drops, if they are there, byte for byte. Raises OSError."""
+    files = [(drops_path(plan.path), drops_path(target))]
+    if plan.facts.parts:
+        make_directory(target)
+        names = [part_path(target, at).name for at in range(len(plan.facts.parts))]
+        files += [(plan.path / name, target / name) for name in (*names, SOURCES_FILE, MANIFEST)]
+    else:
+        files.append((plan.path, target))
+    for source, aim in files:
+        if exists(source):
+            with replacing(aim) as aside, open_file(source) as read, aside.open("wb") as written:
+                shutil.copyfileobj(read, written)
+
+
+class Group(NamedTuple):
+    """A row group: its part, its number there, and the packs ``[first, stop)``."""
+
+    part: int
+    number: int
+    first: int
+    stop: int
+
+
 class Plan:
-    """An open plan. May be used by several processes after a fork: the file is opened by the process that reads
+    """An open plan. May be used by several processes after a fork: a file is opened by the process that reads
     first."""
 
     def __init__(self, path: Path, facts: PlanFacts) -> None:
         self.path = path
         self.facts = facts
-        self._file: pq.ParquetFile | None = None
+        self._firsts = [part.first for part in facts.parts] or [0]
+        self._opened = functools.lru_cache(maxsize=OPEN)(self._opened_part)
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
         self._numbers = functools.lru_cache(maxsize=4 * CACHED)(self._numbers_of)
         self._costs = functools.lru_cache(maxsize=MOST_GROUPS)(self._costs_of)  # 16 bytes a pack
@@ -229,17 +391,23 @@ class Plan:
     @classmethod
     def open(cls, path: str | Path) -> "Plan":
         """Reads the metadata only. Raises UserError: the file is missing, damaged, no plan, or of another version."""
-        check_local("the plan", path)
-        file = Path(path)
-        if not read_again(file, file.is_file):
-            raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")
-        metadata = read_metadata(file)
+        check_remote("the plan", path)
+        file, place = Path(path), shown(path)
+        metadata = read_facts(file)
+        if metadata is None and not exists(file):
+            if not remote_address(file) and file.is_dir():
+                raise UserError(f"{file} is not complete; run 'energon-packing plan' again with the same arguments.")
+            raise UserError(f"There is no plan {place}; make one with 'energon-packing plan'.")
         if metadata is None or metadata.get("format") != FORMAT or "epoch_ends" not in metadata:
-            raise UserError(f"{file} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
+            raise UserError(f"{place} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
         try:
-            return cls(file, PlanFacts.from_json(metadata))
+            facts = PlanFacts.from_json(metadata)
+            if facts.parts:
+                counts = read_as(tuple[tuple[Count, Count, Count], ...], metadata["shards"])
+                facts = replace(facts, datasets=_stored_datasets(file, facts, counts))
+            return cls(file, facts)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{file} has damaged metadata ({error!r}); make the plan again.") from error
+            raise UserError(f"{place} has damaged metadata ({error!r}); make the plan again.") from error
 
     def __len__(self) -> int:
         return self.facts.packs
@@ -251,7 +419,7 @@ class Plan:
         """The packs ``[start, stop)``; reads the row groups that hold them and no others. Raises UserError: the range
         leaves the plan, or the file is damaged."""
         samples: dict[int, list[PlannedSample]] = {}
-        for table, packs in map(self._group, self._groups(start, stop)):
+        for table, packs in map(self._group, self.groups(start, stop)):
             begin, end = np.searchsorted(packs, [start, stop]).tolist()
             for row in table.slice(begin, end - begin).to_pylist():
                 samples.setdefault(row["pack"], []).append(_sample(row))
@@ -260,12 +428,12 @@ class Plan:
     def costs(self, start: int, stop: int) -> np.ndarray:
         """Vision and language of each of the packs ``[start, stop)``, ``[stop - start, 2]`` int64; of plans of before
         by `CONSTANTS`, without vision. Raises as `packs`."""
-        places = ((each, self.facts.row_groups[each]) for each in self._groups(start, stop))
-        found = [self._costs(each)[max(start - first, 0) : stop - first] for each, first in places]
+        groups = self.groups(start, stop)
+        found = [self._costs(each)[max(start - each.first, 0) : stop - each.first] for each in groups]
         return np.concatenate([np.zeros((0, 2), np.int64), *found])
 
-    def _costs_of(self, number: int) -> np.ndarray:
-        table = self._read(number, ["pack", "length", "second", *COSTS])
+    def _costs_of(self, group: Group) -> np.ndarray:
+        table = self._read(group, ["pack", "length", "second", *COSTS])
         columns = {each: table.column(each).to_numpy() for each in table.schema.names}
         vision, cost = columns.get("vision_cost", 0), columns.get("cost")
         if cost is None:
@@ -283,7 +451,7 @@ class Plan:
         each in its pack, with the pack's place in `numbers`, ``[rows, 2]`` int64. Raises as `packs`."""
         found, places = [np.zeros((0, len(SIZES)), np.int64)], [np.zeros((0, 2), np.int64)]
         for at, number in enumerate(numbers):
-            (group,) = self._groups(number, number + 1)
+            (group,) = self.groups(number, number + 1)
             packs, table = self._numbers(group)
             first, stop = np.searchsorted(packs, [number, number + 1]).tolist()
             found.append(table[first:stop])
@@ -292,65 +460,104 @@ class Plan:
 
     def sample(self, number: int, place: int) -> PlannedSample:
         """The sample at a place of a pack. Raises as `packs`."""
-        (group,) = self._groups(number, number + 1)
+        (group,) = self.groups(number, number + 1)
         table, packs = self._group(group)
         (row,) = table.slice(int(np.searchsorted(packs, number)) + place, 1).to_pylist()
         return _sample(row)
 
-    def _numbers_of(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+    def _numbers_of(self, group: Group) -> tuple[np.ndarray, np.ndarray]:
         table = self._read(group, ["pack", *SIZES])
         if missing := [name for name in SIZES if name not in table.schema.names or table.column(name).null_count]:
-            raise UserError(f"{self.path} is damaged (a row lacks its {missing[0]}); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged (a row lacks its {missing[0]}); make the plan again.")
         values = np.stack([table.column(name).to_numpy().astype(np.int64) for name in SIZES], axis=1)
         if (values[:, :-1] < 0).any():
-            raise UserError(f"{self.path} is damaged (a row has a number below 0); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged (a row has a number below 0); make the plan again.")
         return table.column("pack").to_numpy(), values
 
-    def _groups(self, start: int, stop: int) -> range:
+    def groups(self, start: int, stop: int) -> list[Group]:
+        """The row groups that hold the packs ``[start, stop)``. Raises as `packs`."""
         if not 0 <= start <= stop <= len(self):
-            raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
-        low, high = (bisect.bisect(self.facts.row_groups, each) - 1 for each in (start, stop - 1))
-        return range(low, high + 1 if start < stop else low)
+            raise UserError(f"packs {start} to {stop} are not in {shown(self.path)}, which has {len(self)}")
+        if start == stop:
+            return []
+        found = []
+        low, high = (bisect.bisect(self._firsts, each) - 1 for each in (start, stop - 1))
+        for part in range(low, high + 1):
+            end = (*self._firsts[part + 1 : part + 2], len(self))[0]
+            firsts = self.facts.row_groups or self._again(part, functools.partial(self._opened, part))[1]
+            begin, last = (bisect.bisect(firsts, each) - 1 for each in (max(start, firsts[0]), min(stop, end) - 1))
+            stops = (*firsts[1:], end)
+            found += [Group(part, at, firsts[at], stops[at]) for at in range(begin, last + 1)]
+        return found
 
-    def tables(self, columns: list[str] | None = None) -> Iterable[pa.Table]:
-        """All rows, one row group at a time; compared with the data sets if no columns are named."""
-        for number in range(len(self.facts.row_groups)):
-            yield self._read(number, columns) if columns else self._group_of(number)[0]
+    def tables(self, columns: list[str] | None = None, start: int = 0, stop: int | None = None) -> Iterator[pa.Table]:
+        """All rows, or those of the row groups with the packs ``[start, stop)``, one row group at a time; compared with
+        the data sets if no columns are named."""
+        for group in self.groups(start, len(self) if stop is None else stop):
+            yield self._read(group, columns) if columns else self._group_of(group)[0]
 
-    def _group_of(self, number: int) -> tuple[pa.Table, np.ndarray]:
+    def _group_of(self, group: Group) -> tuple[pa.Table, np.ndarray]:
         """A row group, and the pack of each of its rows; a UserError if a row is not in the data sets, or the packs are
         others than the metadata say."""
-        table = self._read(number, None)
-        first, stop = (*self.facts.row_groups, len(self))[number : number + 2]
+        table = self._read(group, None)
         try:
             names = table.schema.names
             schema = pa.schema([each for each in self.facts.schema if each.name in names or each.name not in COSTS])
-            wrong = wrong_rows(table.cast(schema), self.facts.datasets, first, stop)
+            wrong = wrong_rows(table.cast(schema), self.facts.datasets, group.first, group.stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
-            raise UserError(f"{self.path} is damaged ({wrong}); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged ({wrong}); make the plan again.")
         return table, table.column("pack").to_numpy()
 
-    def _read(self, number: int, columns: list[str] | None) -> pa.Table:
-        def read() -> pa.Table:
-            if self._file is None:
-                os.stat(self.path)  # whose error names the file, as pyarrow's does not
-                file = pq.ParquetFile(self.path, page_checksum_verification=True)
-                # Not all of it is parsed: it may name 100,000 shards.
-                if f'"id": "{self.facts.id}"'.encode() not in (file.schema_arrow.metadata or {}).get(METADATA, b""):
-                    raise UserError(
-                        f"{self.path} was replaced by another plan since this run began; bring back the plan "
-                        f"{self.facts.id}, or start again."
-                    )
-                self._file = file
-            # Without threads: a loader's worker is a fork, and has a core of its own.
-            return self._file.read_row_group(number, columns=columns, use_threads=False)
+    def _opened_part(self, number: int) -> tuple[pq.ParquetFile, tuple[int, ...]]:
+        """A file, and the first pack of each of its row groups."""
+        part = self.facts.parts[number] if self.facts.parts else None
+        path = self.path if part is None else part_path(self.path, number)
+        file = parquet_file(path, size=None if part is None else part.bytes, page_checksum_verification=True)
+        known = (file.schema_arrow.metadata or {}).get(METADATA, b"")
+        # Not all of the metadata of a whole plan are parsed: they may name 100,000 shards.
+        if (f'"id": "{self.facts.id}"' if part is None else f'"digest": "{part.digest}"').encode() not in known:
+            raise UserError(
+                f"{shown(path)} was replaced by another plan since this run began; bring back the plan "
+                f"{self.facts.id}, or start again."
+            )
+        if part is None:
+            return file, self.facts.row_groups
+        firsts = read_as(tuple[Count, ...], json.loads(known)["row_groups"])
+        end = (*self._firsts[number + 1 :], len(self))[0]
+        ascends = all(first < stop for first, stop in pairwise((*firsts, end)))
+        if firsts[:1] != (part.first,) or not ascends or len(firsts) != file.num_row_groups:
+            raise ValueError("its row groups do not hold its packs")
+        return file, firsts
 
+    def _again[Value](self, part: int, read: Callable[[], Value]) -> Value:
+        path = part_path(self.path, part) if self.facts.parts else self.path
         try:
-            return read_again(self.path, read, lambda: setattr(self, "_file", None))
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.path} cannot be read ({error}); make the plan again.") from error
+            return read_again(path, read, self._opened.cache_clear)
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            raise UserError(f"{shown(path)} cannot be read ({error}); make the plan again.") from error
+
+    def _read(self, group: Group, columns: list[str] | None) -> pa.Table:
+        # Without threads: a loader's worker is a fork, and has a core of its own.
+        def read() -> pa.Table:
+            return self._opened(group.part)[0].read_row_group(group.number, columns=columns, use_threads=False)
+
+        return self._again(group.part, read)
+
+
+def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int]]) -> tuple[IndexedDataset, ...]:
+    """The data sets of a plan in bands, with the shards that its own file has."""
+    sources = _Sources(path, facts.id, sum(map(sum, counts)))
+    begin, found = 0, []
+    for dataset, own in zip(facts.datasets, counts, strict=True):
+        lists: dict[str, Any] = {}
+        for name, count in zip(OF_SHARDS, own, strict=True):
+            item = _shard if name == "shards" else operator.itemgetter("name")
+            lists[name] = _Stored(sources, range(begin, begin + count), item)
+            begin += count
+        found.append(replace(dataset, **lists))
+    return tuple(found)
 
 
 def _sample(row: Mapping[str, Any]) -> PlannedSample:
@@ -406,6 +613,11 @@ def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, 
     return None
 
 
+def rows_schema(kind: str, decided: Mapping[str, Any]) -> pa.Schema:
+    """Columns of a plan of a kind of sample, by what decided its packs."""
+    return schema_of(SCHEMA, kind, *(LIMITED if decided.get("token_cost") else ()))
+
+
 def drops_path(plan: Path) -> Path:
     """Where the drops of a plan are."""
     return plan.with_name(f"{plan.name.removesuffix('.parquet')}.drops.jsonl")
@@ -431,24 +643,36 @@ def digest_of(metadata: Mapping[str, Any] | None) -> Any:
     return hashlib.sha256(json.dumps(json.loads(json.dumps(metadata)), sort_keys=True).encode())
 
 
+class DropsFile:
+    """The drops of a plan that is being made. `head` is what the first line says in the end: the id of the plan, and
+    the digest of its rows and settings."""
+
+    def __init__(self, file: IO[str], sources: Sources) -> None:
+        self._file, self._sources, self.head = file, sources, ("0" * 32, "0" * 64)
+
+    def write_head(self) -> None:
+        self._file.seek(0)
+        self._file.write(json.dumps({"plan": self.head[0], "digest": self.head[1]}) + "\n")
+
+    def add(self, drops: Sequence[Drop]) -> None:
+        """Writes some drops. Raises OSError."""
+        places = self._sources.place(np.array([drop.source for drop in drops], dtype=np.int64))
+        for drop, number, at, row in zip(drops, *(each.tolist() for each in places), strict=True):
+            dataset = self._sources.datasets[number]
+            entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
+            entry |= {"setting": drop.setting} if drop.setting else {}
+            entry |= {"dataset": dataset.name, "shard": dataset.shards[at].name, "row": row}
+            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
 @contextmanager
-def written_drops(plan: Path, facts: PlanFacts, drops: Sequence[Drop], sources: Sources) -> Iterator[Any]:
-    """Writes the drops of a plan aside. They take their place at the end, if the plan could be written; a digest of its
-    rows, which the caller completes, is then in their first line."""
-    digest = digest_of(facts.to_json())
-    with replacing(drops_path(plan)) as aside:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"plan": facts.id, "digest": digest.hexdigest()}) + "\n")
-            places = sources.place(np.array([drop.source for drop in drops], dtype=np.int64))
-            for drop, number, at, row in zip(drops, *(each.tolist() for each in places), strict=True):
-                dataset = sources.datasets[number]
-                entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
-                entry |= {"setting": drop.setting} if drop.setting else {}
-                entry |= {"dataset": dataset.name, "shard": dataset.shards[at].name, "row": row}
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        yield digest
-        with aside.open("r+", encoding="utf-8") as file:
-            file.write(json.dumps({"plan": facts.id, "digest": digest.hexdigest()}))
+def written_drops(plan: Path, sources: Sources) -> Iterator[DropsFile]:
+    """Writes the drops of a plan aside. They take their place at the end, if the plan could be written."""
+    with replacing(drops_path(plan)) as aside, aside.open("w", encoding="utf-8") as file:
+        made = DropsFile(file, sources)
+        made.write_head()
+        yield made
+        made.write_head()
 
 
 def read_drops(
@@ -458,16 +682,18 @@ def read_drops(
     another plan, or has another `digest` than this one."""
     path = path or drops_path(plan)
     try:
-        with path.open(encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
             head = json.loads(file.readline())
             if head.get("plan") != identifier:
-                raise UserError(f"{path} has the drops of another plan; make the plan again.")
+                raise UserError(f"{shown(path)} has the drops of another plan; make the plan again.")
             if digest is not None and head.get("digest", digest) != digest:  # plans of before have none
-                raise UserError(f"{plan} has other rows or settings than were written; make the plan again.")
+                raise UserError(f"{shown(plan)} has other rows or settings than were written; make the plan again.")
             for line in file:
                 entry = json.loads(line)
                 if not isinstance(entry, dict) or not isinstance(entry.get("dropped"), str):
                     raise ValueError(f"a line names no sample: {line[:80]!r}")
                 yield entry
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}, the drops of the plan, cannot be read ({error}); make the plan again.") from error
+        raise UserError(
+            f"{shown(path)}, the drops of the plan, cannot be read ({error}); make the plan again."
+        ) from error

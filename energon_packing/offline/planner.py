@@ -1,17 +1,20 @@
 """Makes a plan: from indexes and a configuration to the Parquet file.
 
-Every epoch of the blend is packed, its packs are put in order, and the rows follow. A plan may begin with the rest of
-an online run's epoch. Figures for readers end it: histogram, fill, balance of steps, steps per epoch.
+Every epoch of the blend is packed, its packs are put in order, and the rows follow; of a large plan, band after band. A
+plan may begin with the rest of an online run's epoch. Figures for readers end it: histogram, fill, balance of steps,
+steps per epoch.
 """
 
 import glob
 import hashlib
 import json
 import os.path
+import re
+import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,12 +26,45 @@ from energon_packing.config.setting import before, marked
 from energon_packing.drops import over_budget, unwished
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.blend import Blend, Share, gathered, group_numbers, shares_of
-from energon_packing.offline.files import remove_leftovers, said, write_table
-from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
+from energon_packing.offline.bands import Band, Counted, bands_of, chunks, rounds_of
+from energon_packing.offline.blend import (
+    AllSamples,
+    Blend,
+    Drawn,
+    Part,
+    Share,
+    amounts_of,
+    gathered,
+    group_numbers,
+    kept_packs,
+    shares_of,
+    stage_weights,
+)
+from energon_packing.offline.files import remove_leftovers, said, write_json, write_table
+from energon_packing.offline.index import MEDIA, IndexedDataset, kind_of, pair_counts
 from energon_packing.offline.order import balanced_order
-from energon_packing.offline.plan import LIMITED, PlanFacts, drops_path, hashed, step_samples, written_drops
-from energon_packing.offline.samples import AnyLimits, Drop, Remeasure, Samples, Sizes, Sources, costs, fitting_samples
+from energon_packing.offline.plan import (
+    LIMITED,
+    MANIFEST,
+    SOURCES_FILE,
+    Plan,
+    PlanFacts,
+    PlanPart,
+    drops_path,
+    hashed,
+    step_samples,
+    written_drops,
+)
+from energon_packing.offline.samples import (
+    AnyLimits,
+    Remeasure,
+    Samples,
+    Sizes,
+    Sources,
+    costs,
+    fitting_samples,
+    joined,
+)
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.dynamic_context import Domain, best_size, efficiency_of_fixed, smallest_size
@@ -36,7 +72,7 @@ from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import check_remote, exists, file_size, remote_address, remove, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -98,16 +134,32 @@ def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OrderedPacks:
-    """All packs of a plan in their global order."""
+    """The packs of some parts of a plan in their global order."""
 
-    order: np.ndarray  # ``[rows]`` rows of `Samples`, one pack after another
+    samples: Samples  # from which they were drawn
+    order: np.ndarray  # ``[rows]`` rows of `samples`, one pack after another
     offsets: np.ndarray  # ``[packs + 1]`` int64
-    epoch_ends: tuple[int, ...]  # for each epoch, the number of packs up to its end
+    epoch_ends: tuple[int, ...]  # for each epoch that ends, the number of packs up to its end
     costs: np.ndarray  # ``[packs]`` int64, of vision and language together
-    vision: np.ndarray  # ``[packs]`` int64, of vision alone
-    of_samples: np.ndarray  # ``[N, 2]`` int64, vision and language of each of `Samples`
-    bound: int  # packs that no packer can do without, over all epochs
-    blend: Blend  # what was packed
+    of_samples: np.ndarray  # ``[N, 2]`` int64, vision and language of each of `samples`
+    bound: int  # packs that no packer can do without
+    unfinished: np.ndarray  # ``[P, 2]`` int64, costs of the packs of the last group, if it is not whole
+
+    @property
+    def held(self) -> list[np.ndarray]:
+        """What the id of a plan covers: where packs begin, and of each row its source, piece and sizes."""
+        samples, sizes = self.samples, self.samples.sizes
+        columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
+        return [self.offsets.astype(np.int64), *(each[self.order] for each in columns if each is not None)]
+
+    @property
+    def row_groups(self) -> tuple[int, ...]:
+        """The first pack of each row group of a file of them."""
+        firsts, last = [0], self.offsets.size - 1
+        least = min(max(plan_file.LEAST_ROWS, self.order.size // plan_file.MOST_GROUPS), plan_file.ROW_GROUP)
+        while (following := int(np.searchsorted(self.offsets, self.offsets[firsts[-1]] + least))) < last:
+            firsts.append(following)
+        return tuple(firsts)
 
 
 def is_dynamic(config: AnyRun) -> TypeGuard[RunConfig]:
@@ -115,66 +167,80 @@ def is_dynamic(config: AnyRun) -> TypeGuard[RunConfig]:
     return isinstance(config, RunConfig) and config.parallel.is_dynamic
 
 
+NOTHING = np.zeros((0, 2), dtype=np.int64)
+
+
 def ordered_packs(
-    blend: Blend, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
+    blend: Blend,
+    parts: Sequence[Part],
+    drawn: Drawn,
+    limits: AnyLimits,
+    config: AnyRun,
+    before: np.ndarray = NOTHING,
 ) -> OrderedPacks:
-    """Packs every epoch of the blend and puts all packs into their order. `rest` are rows of `samples` that come first,
-    as an epoch of their own. Raises UserError: an epoch has no samples."""
-    settings, epochs = config.plan, config.plan.epochs
-    if rest is not None and rest.size:
-        blend, epochs = replace(blend, rest=rest), epochs + 1
+    """Packs some parts of the blend and puts all packs into their order. `before` are `OrderedPacks.unfinished` of the
+    parts before them; without them, the packs that the blend keeps come first. Raises UserError: a part has no
+    samples."""
+    settings, samples = config.plan, drawn.samples
     of_samples = np.stack(np.broadcast_arrays(*kind_of_config(config).cost(config).costs(samples.sizes)), axis=1)
     small = np.int32 if len(samples) < 1 << 31 else np.int64
-    order: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
-    costs: list[np.ndarray] = []
+    order: list[np.ndarray] = [np.zeros(0, small)]
+    sizes: list[np.ndarray] = [np.zeros(1, np.int64)]
+    costs: list[np.ndarray] = [NOTHING]
     ends: list[int] = []
-    before = np.zeros((0, 2), dtype=np.int64)  # costs of the packs of the last group, if it is not whole
-    bounds = 0
-    for epoch in range(epochs):
-        rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
-        if rows.size == 0:
-            raise UserError(f"epoch {epoch} of the plan has no samples; raise plan.datasets' weights or epochs.")
+    bounds = stop = 0
+    if (kept := blend.kept) is not None and kept.sizes.size:
+        bounds, stop, ends = kept.sizes.size, kept.sizes.size, [*kept.ends[: kept.begun]]
+        order.append(kept.order.astype(small))
+        sizes.append(kept.sizes)
+        costs.append(np.add.reduceat(of_samples[kept.order], np.cumsum(kept.sizes) - kept.sizes))
+        before = costs[-1][stop // settings.max_data_parallel * settings.max_data_parallel :]
+    for part in parts:
+        rows, counts, bound = _packed_part(blend, part, drawn, limits, config)
+        if rows.size == 0 and not part.band and stop <= (0, *ends)[-1]:  # else packs that are kept have all of it
+            what, more = "epoch", "raise plan.datasets' weights or epochs"
+            if blend.lengths is not None:
+                what, more = "stage", "give it more tokens"
+            raise UserError(f"{what} {part.place} of the plan has no samples; {more}.")
         bounds += bound
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1])
-        start = ends[-1] if ends else 0
+        pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1]) if rows.size else NOTHING
         wide = settings.max_data_parallel
-        seed = [settings.seed, epoch, 3]
+        seed = [settings.seed, part.place, 3, *part.band]
         chosen = np.random.default_rng(seed).permutation(counts.size)  # whoever shares its rows evens a step out
-        if not is_dynamic(config):
+        if not is_dynamic(config) and rows.size:
             chosen = balanced_order(pack_costs, group=wide, before=before, seed=seed)
         before = np.concatenate([before, pack_costs[chosen]])
         before = before[len(before) // wide * wide :]
         order.append(rows[gathered(offsets, chosen)].astype(small))
         sizes.append(counts[chosen])
         costs.append(pack_costs[chosen])
-        ends.append(start + chosen.size)
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-    both = np.concatenate(costs)
+        stop += chosen.size
+        ends += [stop] * part.ends
+    offsets = np.cumsum(np.concatenate(sizes))
     return OrderedPacks(
+        samples=samples,
         order=show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple),
         offsets=offsets,
         epoch_ends=tuple(ends),
-        costs=both.sum(axis=1),
-        vision=both[:, 0],
+        costs=np.concatenate(costs).sum(axis=1),
         of_samples=of_samples,
         bound=bounds,
-        blend=blend,
+        unfinished=before,
     )
 
 
-def _packed_epoch(
-    blend: Blend, epoch: int, samples: Samples, limits: AnyLimits, config: AnyRun
+def _packed_part(
+    blend: Blend, part: Part, drawn: Drawn, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
     rows, counts, bound = [], [], 0
     for group in sorted(blend.groups):
-        drawn = blend.epoch(epoch, group)
-        if drawn.size == 0:
+        found = blend.rows(part, group, drawn)
+        if found.size == 0:
             continue
-        packs, least = packs_of(samples.sizes.take(drawn), limits, config, drawn)
-        rows.append(drawn[packs.order])
+        packs, least = packs_of(drawn.samples.sizes.take(found), limits, config, found)
+        rows.append(found[packs.order])
         counts.append(np.diff(packs.offsets))
         bound += least
     empty = np.zeros(0, dtype=np.int64)
@@ -228,31 +294,62 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
-def told_datasets(sources: Sources, samples: Samples, drops: Sequence[Drop], blend: Blend) -> list[dict[str, Any]]:
+def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
     """Of each data set, its ``samples``, ``tokens`` of those that can be packed, samples ``dropped`` by reason, how
     often an epoch has each (``per_epoch``), and its ``share_asked`` in the unit of weights, None without weights."""
-    dropped: list[Counter[str]] = [Counter() for _ in sources.datasets]
-    reasons = {drop.source: drop.reason for drop in drops}  # one of a sample whose pieces have several
-    for number, reason in zip(sources.place(np.array([*reasons], np.int64))[0].tolist(), reasons.values(), strict=True):
-        dropped[number][reason] += 1
     weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
     return [
         {
             **{name: getattr(dataset, name) for name in ("name", "path", "root")},
             "samples": sum(shard.samples for shard in dataset.shards),
-            "tokens": int(samples.sizes.tokens[start:end].sum()),
-            "dropped": dict(dropped[number]),
+            "tokens": int(tokens),
+            "dropped": dict(counted.dropped[number]),
             "per_epoch": round(blend.repeats[number], 12),
             "share_asked": round(weights[number] / sum(weights), 6) if any(weights) else None,
         }
-        for number, (dataset, (start, end)) in enumerate(zip(sources.datasets, pairwise([0, *blend.ends]), strict=True))
+        for number, (dataset, (_, _, tokens)) in enumerate(zip(counted.sources.datasets, counted.datasets, strict=True))
     ]
 
 
+def figures_of(
+    sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: AnyRun, epoch: int = 0
+) -> Counter[Any]:
+    """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its
+    number; ``mix``, its tokens, by the number of the epoch or stage too."""
+    samples, sizes = packs.samples, packs.samples.sizes
+    times, amount = np.bincount(packs.order, minlength=len(samples)), amounts_of(samples, config.plan)
+    text = sizes.text_tokens  # clips have it, which all are media
+    counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
+    counted["reached"] = times * amount
+    owners = np.searchsorted(sources.ends_of(samples), packs.order, side="right")
+    figures: Counter[Any] = Counter(
+        rows=packs.order.size,
+        packs=packs.costs.size,
+        bound=packs.bound,
+        tokens=int(sizes.tokens[packs.order].sum()),
+        aligned=int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple,
+        images=int(sizes.images[packs.order].sum(dtype=np.int64)),
+        patches=int(sizes.patches[packs.order].sum()),
+        text_tokens=0 if text is None else int(text[packs.order].sum(dtype=np.int64)),
+    )
+    for number, part in enumerate(starmap(slice, pairwise([0, *sources.ends_of(samples)]))):
+        figures.update({(name, number): int(each[part].sum()) for name, each in counted.items()})
+    for at, (first, stop) in enumerate(pairwise([0, *packs.epoch_ends, packs.costs.size])):
+        held = slice(packs.offsets[first], packs.offsets[stop])
+        tokens = np.bincount(owners[held], sizes.tokens[packs.order[held]], minlength=len(sources.datasets))
+        for number, each in enumerate(tokens.tolist()):
+            figures["mix", at + epoch, number] += int(each)
+    return figures
+
+
 def summary_of(
-    told: Sequence[Mapping[str, Any]], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+    told: Sequence[Mapping[str, Any]],
+    counted: Counted,
+    figures: Mapping[Any, int],
+    costs: np.ndarray,
+    epoch_ends: Sequence[int],
 ) -> dict[str, Any]:
-    """The figures, as plain values.
+    """The figures, as plain values; ``costs`` ``[packs]`` are those of all packs.
 
     ``fill`` is the share of real tokens in all rows of ``seq_length``; ``aligned_fill`` counts alignment padding too;
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
@@ -261,52 +358,46 @@ def summary_of(
     ``datasets`` are `told`, each with its rows and its ``share_reached`` in the unit of weights.
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
-    sizes, times = samples.sizes, np.bincount(packs.order, minlength=len(samples))
-    tokens = int(sizes.tokens[packs.order].sum())
-    aligned = int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple
-    room = packs.costs.size * config.packing.seq_length
-    text = sizes.text_tokens  # clips have it, which all are media
-    counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
-    parts = [slice(*each) for each in pairwise([0, *packs.blend.ends])]
-    reached = [int((times[part] * packs.blend.amount[part]).sum()) for part in parts]
-    lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
+    config = counted.config
+    room = figures["packs"] * config.packing.seq_length
     own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
     batches = sorted({*own, *BATCH_SIZES})
     most = config.plan.max_data_parallel
     powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
     parallel_sizes = sorted({*powers, most} - {1}) or [1]
+    reached = sum(figures["reached", number] for number in range(len(told)))
     return {
-        "source_samples": int(np.count_nonzero(np.diff(samples.source, prepend=-1))),
-        "rows": int(packs.order.size),
-        "tokens": tokens,
-        **({} if text is None else {"text_tokens": int(text[packs.order].sum(dtype=np.int64))}),
-        "images": int(sizes.images[packs.order].sum(dtype=np.int64)),
-        "patches": int(sizes.patches[packs.order].sum()),
-        "packs": packs.costs.size,
-        "samples_per_pack": round(packs.order.size / packs.costs.size, 3),
-        "fill": round(tokens / room, 6),
-        "aligned_fill": round(aligned / room, 6),
-        "of_bound": round(packs.bound / packs.costs.size, 6),
+        "source_samples": counted.samples,
+        "rows": figures["rows"],
+        "tokens": figures["tokens"],
+        **({"text_tokens": figures["text_tokens"]} if "text_tokens" in kind_of_config(config).more_columns else {}),
+        "images": figures["images"],
+        "patches": figures["patches"],
+        "packs": figures["packs"],
+        "samples_per_pack": round(figures["rows"] / figures["packs"], 3),
+        "fill": round(figures["tokens"] / room, 6),
+        "aligned_fill": round(figures["aligned"] / room, 6),
+        "of_bound": round(figures["bound"] / figures["packs"], 6),
         "datasets": [
             {
                 **each,
-                **{name: int(number[part].sum()) for name, number in counted.items()},
-                "share_reached": round(own / sum(reached), 6),
+                **{name: figures[name, number] for name in ("rows", "rows_with_media")},
+                "share_reached": round(figures["reached", number] / reached, 6),
             }
-            for each, part, own in zip(told, parts, reached, strict=True)
+            for number, each in enumerate(told)
         ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
-            for power, count in enumerate(lengths.tolist())
+            for power, count in enumerate(counted.lengths.tolist())
             if count
         ],
         "balance": {
             str(ranks): round(efficiency, 4)
             for ranks in parallel_sizes
-            if (efficiency := efficiency_of(packs.costs, ranks)) is not None
+            if (efficiency := efficiency_of(costs, ranks)) is not None
         },
         "steps": {
-            str(batch): np.diff(np.array([0, *packs.epoch_ends]) // batch).tolist()  # steps that end in each epoch
+            str(batch): np.diff(np.array([0, *epoch_ends]) // batch).tolist()  # steps that end in each epoch
             for batch in batches
         },
     }
@@ -318,13 +409,12 @@ global batch for a replica of the static size where the configuration has no ``t
 BATCH, FIRST = 8, 4
 
 
-def sharing_of(
-    sources: Sources, samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: RunConfig
-) -> list[dict[str, Any]]:
+def sharing_of(sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: RunConfig) -> list[dict[str, Any]]:
     """How well ranks share the rows of the first global batches: of ``ranks`` and ``global_batch_size``, efficiencies
     with a ``dynamic`` size of each row, with the smallest ``static`` one, and in a plan for that (``fixed``); and the
     ``size`` that a run takes, None for dynamic. Of numbers of ranks for which the plan has too few packs, nothing."""
-    parallel, seq_length, sizes, found = config.parallel, config.packing.seq_length, samples.sizes, []
+    parallel, seq_length, samples, found = config.parallel, config.packing.seq_length, packs.samples, []
+    sizes = samples.sizes
     most = parallel.max_dynamic_context_parallel_size
     Domain.of(parallel, seq_length, ranks=most)  # refuses what no number of ranks mends
     token, groups = kind_of_config(config).cost(config).token, group_numbers(sources.datasets, config.plan)
@@ -377,6 +467,8 @@ def make_plan(
     force: bool = False,
     left: Left | None = None,
     splits: Collection[str] = (),
+    extend: Path | None = None,
+    first: int = 0,
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
@@ -388,56 +480,198 @@ def make_plan(
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
         force: whether to replace an existing plan.
         left: what an online run has still to give in its epoch; the plan then begins with that.
+        extend: a plan that is trained up to pack `first`: these packs stay, and what they lack is planned anew.
 
     Raises:
         UserError: the plan exists or cannot be written, an index cannot be used, nothing is left to pack, more samples
             are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
         ConfigError: the configuration does not suit the indexes.
     """
-    check_local("the plan", out)
-    if out.exists() and not force:
-        raise UserError(f"{out} exists already; name another file, or replace it with --force.")
-    if not out.parent.is_dir():
-        raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
-    for file in (out, drops_path(out)):
-        remove_leftovers(out.parent, glob.escape(file.name))
+    _check_free(out, force)
     sources = Sources.open(directories, config, splits)
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
-    samples, drops = fitting_samples(sources, limits, config, remeasure)
-    _check_measured(directories, sources, samples, config)
-    if np.any(samples.sizes.images):
-        kind_of_config(config).cost(config).check_fit(family)
-    if len(samples) == 0:
-        most = f"; the most frequent reason is {_most(Counter(drop.reason for drop in drops))}" if drops else ""
-        raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
-    ends = sources.starts[np.searchsorted(sources.dataset, np.arange(len(sources.datasets)), side="right")]
-    blend = Blend.of(sources.datasets, ends, samples, config.plan)
-    told = told_datasets(sources, samples, drops, blend)
-    _check_drops(told, drops, blend.shares, sources, config.packing.drop_budget)
-    rest = None if left is None else rows_left(left, sources, samples)
-    packs = ordered_packs(blend, samples, limits, config, rest)
-    facts = _facts(sources, samples, drops, packs, limits, config, left)
-    summary = summary_of(told, samples, packs, limits, config)
-    if is_dynamic(config):
-        summary["sharing"] = sharing_of(sources, samples, packs, limits, config)
-    facts = replace(facts, summary=summary)
     try:
-        with written_drops(out, facts, drops, sources) as digest:  # takes its place after the plan
-            write_table(out, facts.schema, hashed(_tables(sources, samples, packs, facts), digest), facts.to_json())
+        with written_drops(out, sources) as dropped:  # takes its place after the plan
+            counted, samples = Counted.of(sources, config), None
+            at_once = left is not None or extend is not None
+            for shards in [range(len(sources.shard))] if at_once else chunks(sources):
+                samples, again, drops = fitting_samples(sources, limits, config, remeasure, shards)
+                counted.add(shards, samples, again, drops)
+                dropped.add(drops)
+            _check_measured(directories, counted)
+            if counted.images:
+                kind_of_config(config).cost(config).check_fit(family)
+            if samples is None or not counted.samples:
+                most = f"; the most frequent reason is {_most(counted.drops)}" if counted.drops else ""
+                raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
+            blend = Blend.of(sources.datasets, counted.datasets[:, 1:], config.plan)
+            told = told_datasets(counted, blend)
+            _check_drops(told, counted, blend.shares, config.packing.drop_budget)
+            if left is not None:
+                blend = replace(blend, rest=rows_left(left, sources, samples))
+            ends = tuple(sources.ends_of(samples))
+            drawn = AllSamples(samples=samples, ends=ends, config=config.plan, sources=sources)
+            decided = _decided(counted, limits, left)
+            if extend is not None:
+                kept = kept_packs(Plan.open(extend), first, drawn, decided)
+                blend, drawn = replace(blend, kept=kept), replace(drawn, kept=kept)
+                decided["extends"] = [kept.plan, first]
+            bands = bands_of(blend.parts(), counted.datasets[:, 0])
+            made = _Made(out, counted, told, limits, decided)
+            if at_once or (len(counted.again), len(bands)) == (1, 1):
+                packs = ordered_packs(blend, blend.parts(), drawn, limits, config)
+                facts, content = made.file(packs, drawn)
+            else:
+                del samples, drawn
+                again, rounds = joined(*counted.again), rounds_of(counted, bands)
+                before = NOTHING
+                made.clear()
+                for parts in bands:
+                    band = Band(parts, blend, counted, again, rounds, limits, _CONTENT.names)
+                    packs = ordered_packs(blend, parts, band, limits, config, before)
+                    before = packs.unfinished
+                    made.band(packs, band)
+                facts, content = made.finish()
+            dropped.head = facts.id, content
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
+        raise UserError(
+            f"{shown(out)} cannot be written ({said(error)}); an existing plan is as it was, or is not complete."
+        ) from error
     return facts
 
 
-def _check_measured(directories: Sequence[str | Path], sources: Sources, samples: Samples, config: AnyRun) -> None:
+_OURS = re.compile(rf"\..*|part-\d+\.parquet|{MANIFEST}|{SOURCES_FILE}")
+
+
+def _check_free(out: Path, force: bool) -> None:
+    """Refuses a place where a plan cannot be written, or shall not be replaced."""
+    check_remote("the plan", out)
+    if (exists(out) or exists(out / MANIFEST)) and not force:
+        raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
+    if not remote_address(out) and not out.parent.is_dir():
+        raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
+    if out.is_dir() and (others := [each.name for each in out.iterdir() if not _OURS.fullmatch(each.name)]):
+        raise UserError(f"{out} is there and is no plan (it has {others[0]}); name another file.")
+    for file in (out, drops_path(out)):
+        remove_leftovers(out.parent, glob.escape(file.name))
+
+
+class _Made:
+    """Writes a plan, in one file or band after band."""
+
+    def __init__(self, out: Path, counted: Counted, told: Sequence[Any], limits: AnyLimits, decided: Any) -> None:
+        self._out, self._counted, self._told, self._limits, self._decided = out, counted, told, limits, decided
+        self._schema = plan_file.rows_schema(kind_of(counted.sources.datasets), self._decided)
+        self._figures, self._costs, self._ends = Counter[Any](), list[np.ndarray](), list[int]()
+        self._parts: list[PlanPart] = []
+        self._sharing: list[dict[str, Any]] | None = None
+
+    def _add(self, packs: OrderedPacks) -> int:
+        """Counts some packs, and returns the number of the first."""
+        first, config, sources = self._figures["packs"], self._counted.config, self._counted.sources
+        self._figures.update(figures_of(sources, packs, self._limits, config, len(self._ends)))
+        self._costs.append(packs.costs)
+        self._ends += [first + end for end in packs.epoch_ends]
+        if is_dynamic(config) and self._sharing is None:
+            self._sharing = sharing_of(sources, packs, self._limits, config)
+        return first
+
+    def _facts(self, held: Sequence[np.ndarray], row_groups: tuple[int, ...] = ()) -> PlanFacts:
+        counted, datasets = self._counted, self._counted.sources.datasets
+        known: dict[str, Any] = {
+            "fingerprint": dict(counted.sources.indexes[0].fingerprint),
+            "decided": self._decided,
+            "packs": self._figures["packs"],
+            "samples": self._figures["rows"],
+            "max_data_parallel": counted.config.plan.max_data_parallel,
+            "epoch_ends": tuple(self._ends),
+            "drops": dict(sorted(counted.drops.items())),
+        }
+        summary = summary_of(self._told, counted, self._figures, np.concatenate(self._costs), self._ends)
+        if self._sharing is not None:
+            summary["sharing"] = self._sharing
+        if {"stages", "extends"} & {*self._decided, *self._decided["plan"]}:  # the tokens of each data set, by stage
+            numbers = range(len(self._told))
+            tokens = [[self._figures["mix", at, number] for number in numbers] for at in range(len(self._ends))]
+            summary["mix"] = [{"packs": end, "tokens": of} for end, of in zip(self._ends, tokens, strict=True)]
+        return PlanFacts(
+            id=plan_id(known, datasets, held),
+            datasets=datasets,
+            config=to_mapping(counted.config),
+            row_groups=row_groups,
+            summary=summary,
+            parts=tuple(self._parts),
+            **known,
+        )
+
+    def _tables(self, packs: OrderedPacks, drawn: AllSamples | Band, first: int) -> Iterator[pa.Table]:
+        return _tables(self._counted.sources, packs, drawn, self._schema, first)
+
+    def file(self, packs: OrderedPacks, drawn: AllSamples) -> tuple[PlanFacts, str]:
+        """Writes all packs, and returns what the plan says and the digest of its rows and settings."""
+        self._add(packs)
+        facts = self._facts(packs.held, packs.row_groups)
+        digest = plan_file.digest_of(facts.to_json())
+        if exists(self._out / MANIFEST) or self._out.is_dir():
+            self.clear()
+            shutil.rmtree(self._out, ignore_errors=True)
+        write_table(self._out, self._schema, hashed(self._tables(packs, drawn, 0), digest), facts.to_json())
+        return facts, digest.hexdigest()
+
+    def clear(self) -> None:
+        """Makes an empty directory of the plan's place."""
+        if (address := remote_address(self._out)) is not None:
+            for place in (address, f"{address}/{MANIFEST}"):
+                remove(place)
+            return
+        if self._out.is_file():
+            self._out.unlink()
+        self._out.mkdir(exist_ok=True)
+        for file in sorted(self._out.iterdir()):  # the manifest is before the parts
+            file.unlink()
+
+    def band(self, packs: OrderedPacks, drawn: Band) -> None:
+        """Writes the packs of a band, if it has any."""
+        first = self._add(packs)
+        if not packs.costs.size:
+            return
+        path, held = plan_file.part_path(self._out, len(self._parts)), rows_digest(packs.held)
+        content = hashlib.sha256(held.encode())
+        said = {"format": plan_file.FORMAT, "digest": held, "row_groups": [first + each for each in packs.row_groups]}
+        write_table(path, self._schema, hashed(self._tables(packs, drawn, first), content), said)
+        rows, size = packs.order.size, file_size(path)
+        self._parts.append(PlanPart(first=first, rows=rows, bytes=size, digest=held, content=content.hexdigest()))
+
+    def finish(self) -> tuple[PlanFacts, str]:
+        """Completes the plan, and returns what it says and the digest of its rows and settings."""
+        facts = self._facts([digest_bytes(part.digest) for part in self._parts])
+        plan_file.write_sources(self._out, facts)
+        write_json(self._out / MANIFEST, facts.to_json())
+        return facts, plan_file.digest_of(facts.to_json()).hexdigest()
+
+
+def rows_digest(held: Sequence[np.ndarray]) -> str:
+    """SHA-256 of `OrderedPacks.held` of a band, hexadecimal."""
+    digest = hashlib.sha256()
+    for array in held:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def digest_bytes(digest: str) -> np.ndarray:
+    """A band's `rows_digest` as `plan_id` takes it."""
+    return np.frombuffer(digest.encode(), np.uint8)
+
+
+def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None:
     """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
-    where = ", ".join(map(str, directories))
+    where, config, sources = ", ".join(map(shown, directories)), counted.config, counted.sources
     for name in marked(config.packing, "newer", "lengths"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them
-            known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
-            replace(known, pairs=max(known.pairs, seen)).check(where, own)
+            known = pair_counts(sources.datasets)
+            replace(known, pairs=max(known.pairs, counted.pairs)).check(where, own)
         default = getattr(type(config.packing)(), name)
         measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
         if measured != own and (measured, own) != (default, before(config.packing).get(name)):
@@ -447,9 +681,7 @@ def _check_measured(directories: Sequence[str | Path], sources: Sources, samples
             )
 
 
-def _check_drops(
-    told: Sequence[Mapping[str, Any]], drops: Sequence[Drop], shares: Sequence[Share], sources: Sources, budget: float
-) -> None:
+def _check_drops(told: Sequence[Mapping[str, Any]], counted: Counted, shares: Sequence[Share], budget: float) -> None:
     """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
     lost, read, reasons = 0.0, 0.0, Counter[str]()
     for each, share in zip(told, shares, strict=True):
@@ -460,11 +692,11 @@ def _check_drops(
                 f"({_most(each['dropped'])}); change what drops them, or set its epochs in plan.datasets to 0."
             )
         if times := each["per_epoch"]:
-            counted, size = unwished(each["dropped"], each["samples"])
-            lost, read, reasons = lost + times * counted.total(), read + times * size, reasons + counted
+            unwanted, size = unwished(each["dropped"], each["samples"])
+            lost, read, reasons = lost + times * unwanted.total(), read + times * size, reasons + unwanted
     if over_budget(lost, read, budget, looks=0):
-        of = sources.place(np.array([drop.source for drop in drops], np.int64))[0].tolist()
-        first = next(it for it, at in zip(drops, of, strict=True) if it.reason in reasons and told[at]["per_epoch"])
+        firsts = (it for (at, reason), it in counted.first.items() if reason in reasons and told[at]["per_epoch"])
+        first = min(firsts, key=lambda it: it.source)
         raise UserError(
             f"{lost:.0f} of {read:.0f} samples would be dropped ({_most(reasons)}; the first is {first.key}: "
             f"{first.detail}), more than packing.drop_budget={budget} allows; correct the cause or raise the budget."
@@ -475,15 +707,8 @@ def _most(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in Counter(reasons).most_common(3)) or "it is empty"
 
 
-def _facts(
-    sources: Sources,
-    samples: Samples,
-    drops: list[Drop],
-    packs: OrderedPacks,
-    limits: AnyLimits,
-    config: AnyRun,
-    left: Left | None,
-) -> PlanFacts:
+def _decided(counted: Counted, limits: AnyLimits, left: Left | None) -> dict[str, Any]:
+    config, sources = counted.config, counted.sources
     packing = config.packing
     decided = {
         "seq_length": packing.seq_length,
@@ -496,35 +721,17 @@ def _facts(
     if is_dynamic(config):
         decided["token_cost"] = kind_of_config(config).cost(config).token
     names = {it for each in sources.datasets for it in each.names}
-    if not planned["datasets"].keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
-        for name in [it for it in planned["datasets"] if it not in names and os.path.abspath(it) in names]:
-            planned["datasets"][os.path.abspath(name)] = planned["datasets"].pop(name)  # is found from elsewhere too
+    stages = planned.pop("stages")
+    for named in (planned["datasets"], *(stage["datasets"] for stage in stages)):
+        if not named.keys() <= {*map(os.path.basename, names)}:  # if so, these are in the id
+            for name in [it for it in named if it not in names and os.path.abspath(it) in names]:
+                named[os.path.abspath(name)] = named.pop(name)  # is found from elsewhere too
+    if stages:  # ids of plans without them are as they were
+        planned["stages"] = stages
     if left is not None:  # tells plans of different rests apart
         listed = [[*sample, times] for sample, times in sorted(left.samples.items())]
         decided["rest"] = hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
-    known: dict[str, Any] = {
-        "fingerprint": dict(sources.indexes[0].fingerprint),
-        "decided": decided,
-        "packs": packs.costs.size,
-        "samples": int(packs.order.size),
-        "max_data_parallel": config.plan.max_data_parallel,
-        "epoch_ends": packs.epoch_ends,
-        "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
-    }
-    sizes = samples.sizes
-    columns = (samples.source, samples.piece, sizes.length, sizes.second, sizes.text_tokens)
-    rows = [column[packs.order] for column in columns if column is not None]
-    firsts, last = [0], packs.offsets.size - 1
-    least = min(max(plan_file.LEAST_ROWS, packs.order.size // plan_file.MOST_GROUPS), plan_file.ROW_GROUP)
-    while (following := int(np.searchsorted(packs.offsets, packs.offsets[firsts[-1]] + least))) < last:
-        firsts.append(following)
-    return PlanFacts(
-        id=plan_id(known, sources.datasets, [packs.offsets.astype(np.int64), *rows]),
-        datasets=sources.datasets,
-        config=to_mapping(config),
-        row_groups=tuple(firsts),
-        **known,
-    )
+    return decided
 
 
 def plan_id(
@@ -532,13 +739,18 @@ def plan_id(
 ) -> str:
     """The id of a plan, by the fields of `PlanFacts` that `OF_ID` names. Neither settings on which no pack depends nor
     where the shards are count: a state of one plan continues with its equal. ``rows`` are ``[packs + 1]`` int64, where
-    packs begin, and of each row its source in `Sources`, piece and sizes. In plans of before ``plan.datasets`` was not
-    ``resolved``: its names counted."""
+    packs begin, and of each row its source in `Sources`, piece and sizes; of a plan in bands, `digest_bytes` of each.
+    In plans of before ``plan.datasets`` was not ``resolved``: its names counted."""
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
-    if resolved and not planned["datasets"].keys() <= short:  # of names that change with the place, what they say
-        shares = [asdict(share) for share in shares_of(datasets, from_mapping(PlanConfig, planned, where="plan"))]
-        held["decided"] = known["decided"] | {"plan": planned | {"datasets": shares}}
+    if resolved:  # of names that change with the place, what they say
+        config, named = from_mapping(PlanConfig, planned, where="plan"), dict[str, Any]()
+        if not planned["datasets"].keys() <= short:
+            named["datasets"] = [asdict(share) for share in shares_of(datasets, config)]
+        if config.stages:
+            weights = stage_weights(datasets, config).tolist()
+            named["stages"] = [[it.tokens, *each] for it, each in zip(config.stages, weights, strict=True)]
+        held["decided"] = known["decided"] | {"plan": planned | named}
     digest = hashlib.sha256(json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())
     for array in rows:
         digest.update(np.ascontiguousarray(array).data)
@@ -555,23 +767,23 @@ def _content(dataset: IndexedDataset) -> dict[str, Any]:
     return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
 
 
-def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:
-    """The rows of the plan, one row group at a time."""
-    names = tuple(_CONTENT.names)
-    schema = facts.schema
-    parts = [table for _, table in sources.tables(names)]
+def _tables(
+    sources: Sources, packs: OrderedPacks, drawn: AllSamples | Band, schema: pa.Schema, begin: int
+) -> Iterator[pa.Table]:
+    """The rows of some packs, of which `begin` is the first of the plan, one row group at a time."""
+    names, samples = tuple(_CONTENT.names), packs.samples
+    parts, at = drawn.content(names)
     if sum(table.nbytes for table in parts) > LARGEST_NARROW:
         parts = [table.cast(_CONTENT) for table in parts]
     content = pa.concat_tables(parts).combine_chunks()
     del parts
-    for first, stop in pairwise([*facts.row_groups, facts.packs]):
+    for first, stop in pairwise([*packs.row_groups, packs.costs.size]):
         low, high = int(packs.offsets[first]), int(packs.offsets[stop])
         rows = packs.order[low:high]
-        source = samples.source[rows]
-        dataset, shard, row = sources.place(source)
-        taken = content.take(pa.array(source))
+        dataset, shard, row = sources.place(samples.source[rows])
+        taken = content.take(pa.array(at[rows]))
         columns = {
-            "pack": np.repeat(np.arange(first, stop), np.diff(packs.offsets[first : stop + 1])),
+            "pack": begin + np.repeat(np.arange(first, stop), np.diff(packs.offsets[first : stop + 1])),
             "dataset": dataset,
             "shard": shard,
             "row": row,

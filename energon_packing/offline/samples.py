@@ -18,8 +18,8 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
 from energon_packing.packing.constraints import Size, shape_of
-from energon_packing.packing.model_cost import SQUARES, ModelCost
-from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
+from energon_packing.packing.model_cost import SQUARES
+from energon_packing.sample_kind import AnyRun, kind_of_config
 
 AnyLimits = Any  # `PackLimits`, or the limits of another kind of sample with the same properties and methods
 
@@ -147,10 +147,16 @@ class Sources:
         dataset = self.datasets[int(self.dataset[number])]
         return dataset, dataset.shards[int(self.shard[number])]
 
-    def tables(self, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of each shard, with the number of its first source."""
-        for number, start in enumerate(self.starts[:-1].tolist()):
-            yield start, self.table(number, columns)
+    def tables(self, columns: Sequence[str], shards: range | None = None) -> Iterator[tuple[int, pa.Table]]:
+        """The rows of each shard, or of some in a row, with the number of its first source."""
+        for number in range(len(self.shard)) if shards is None else shards:
+            yield int(self.starts[number]), self.table(number, columns)
+
+    def ends_of(self, samples: "Samples") -> list[int]:
+        """For each data set, the number of rows of `samples` up to its end."""
+        stops = self.starts[np.searchsorted(self.dataset, np.arange(len(self.datasets)), side="right")]
+        ends: list[int] = np.searchsorted(samples.source, stops).tolist()
+        return ends
 
 
 def _of_splits(indexes: Sequence[Index], splits: Collection[str]) -> list[tuple[Index, IndexedDataset]]:
@@ -220,46 +226,81 @@ class Samples:
     def __len__(self) -> int:
         return int(self.source.size)
 
+    def take(self, indices: np.ndarray | slice) -> "Samples":
+        """Some of the samples."""
+        return Samples(source=self.source[indices], piece=self.piece[indices], sizes=self.sizes.take(indices))
+
 
 def fitting_samples(
-    sources: Sources, limits: AnyLimits, config: AnyRun, remeasure: Remeasure | None = None
-) -> tuple[Samples, list[Drop]]:
-    """Reads the sizes of all samples and keeps those that fit a pack. Those that do not, and that the configuration
-    cuts, splits or resizes, go through `remeasure`. Raises UserError: a sample does not fit under ``oversize: raise``
-    (names the first), or has to be measured again and there is no `remeasure`."""
-    sizes, dropped = _read_sizes(sources, limits, kind_of_config(config).cost(config))
-    kept = np.ones(len(sources), dtype=bool)
-    kept[[drop.source for drop in dropped]] = False
+    sources: Sources,
+    limits: AnyLimits,
+    config: AnyRun,
+    remeasure: Remeasure | None = None,
+    shards: range | None = None,
+) -> tuple[Samples, Samples, list[Drop]]:
+    """Reads the sizes of all samples, or those of some shards, and keeps those that fit a pack. Those that do not, and
+    that the configuration cuts, splits or resizes, go through `remeasure`, and what is kept of them is returned a
+    second time by itself. Raises UserError: a sample does not fit under ``oversize: raise`` (names the first), or has
+    to be measured again and there is no `remeasure`."""
+    shards = range(len(sources.shard)) if shards is None else shards
+    first = int(sources.starts[shards.start])
+    sizes, dropped = _read_sizes(sources, shards, size_columns(limits, config))
+    kept = np.ones(len(sizes), dtype=bool)
+    kept[[drop.source - first for drop in dropped]] = False
     over = np.flatnonzero(kept & ~holds(limits, sizes))
     kept[over] = False
-    source = np.flatnonzero(kept)
-    samples = Samples(source=source, piece=np.full(source.size, -1, dtype=np.int16), sizes=sizes.take(source))
+    samples, again = _whole(sizes, np.flatnonzero(kept), first), _whole(sizes, over[:0], first)
     if over.size and kind_of_config(config).changes_samples(config):
         if remeasure is None:
             raise UserError(
                 f"{over.size} samples fit no pack, and packing.oversize or encoder.limits.when_over asks to change "
                 "them, which needs the samples themselves; set packing.oversize=drop and when_over=[drop]."
             )
-        pieces, refused = _measured_again(sources, over, remeasure, limits, config)
-        samples = joined(samples, pieces)
+        pieces, refused = _measured_again(sources, first + over, remeasure, limits, config)
+        again = _of_pieces(again, pieces)
+        samples = joined(samples, again)
     else:
         refused = [
-            _refusal(source, row["key"], sizes.at(source), limits, config)
-            for source, row in _rows_of(sources, over, ["key"]).items()
+            _refusal(source, row["key"], sizes.at(source - first), limits, config)
+            for source, row in _rows_of(sources, first + over, ["key"]).items()
         ]
-    return samples, sorted([*dropped, *refused], key=lambda drop: drop.source)
+    return samples, again, sorted([*dropped, *refused], key=lambda drop: drop.source)
 
 
-def _read_sizes(sources: Sources, limits: AnyLimits, cost: ModelCost) -> tuple[Sizes, list[Drop]]:
-    """Sizes of all sources, and those that are dropped at any row length."""
-    more = (*KINDS.find(kind_of(sources.datasets)).more_columns, *(() if limits.padded_pixels is None else SHAPE))
-    names = ("length", "second", "images", "patches", *more, *sorted(cost.needed))
+def shard_samples(
+    sources: Sources, number: int, limits: AnyLimits, config: AnyRun, again: Samples, columns: Sequence[str]
+) -> tuple[Samples, pa.Table]:
+    """What `fitting_samples` keeps of a shard, read once more, and these columns of all its rows; ``again`` are those
+    that were measured again."""
+    types = size_columns(limits, config)
+    table = sources.table(number, [*types, "reason", *columns])
+    sizes = Sizes(**{name: table.column(name).to_numpy().astype(of, copy=False) for name, of in types.items()})
+    kept = np.flatnonzero(table.column("reason").is_null().to_numpy() & holds(limits, sizes))
+    own = slice(*np.searchsorted(again.source, sources.starts[number : number + 2]).tolist())
+    return joined(_whole(sizes, kept, int(sources.starts[number])), again.take(own)), table.select(list(columns))
+
+
+def _whole(sizes: Sizes, rows: np.ndarray, first: int) -> Samples:
+    return Samples(source=first + rows, piece=np.full(rows.size, -1, dtype=np.int16), sizes=sizes.take(rows))
+
+
+def size_columns(limits: AnyLimits, config: AnyRun) -> dict[str, type]:
+    """The columns of an index that `Sizes` have under these limits, and of which numbers."""
+    kind = kind_of_config(config)
+    more = (*kind.more_columns, *(() if limits.padded_pixels is None else SHAPE), *sorted(kind.cost(config).needed))
     wide = {"patches", *SHAPE, *SQUARES}
-    columns = {name: np.zeros(len(sources), np.int64 if name in wide else np.int32) for name in names}
+    names = ("length", "second", "images", "patches", *more)
+    return {name: np.int64 if name in wide else np.int32 for name in names}
+
+
+def _read_sizes(sources: Sources, shards: range, types: Mapping[str, type]) -> tuple[Sizes, list[Drop]]:
+    """Sizes of all sources of some shards, and those that are dropped at any row length."""
+    first, stop = sources.starts[[shards.start, shards.stop]].tolist()
+    columns = {name: np.zeros(stop - first, of) for name, of in types.items()}
     bad: list[int] = []
-    for start, table in sources.tables([*columns, "reason"]):
+    for start, table in sources.tables([*columns, "reason"], shards):
         for name, column in columns.items():
-            column[start : start + table.num_rows] = table.column(name).to_numpy()
+            column[start - first : start - first + table.num_rows] = table.column(name).to_numpy()
         bad.extend((np.flatnonzero(table.column("reason").is_valid().to_numpy()) + start).tolist())
     rows = _rows_of(sources, np.array(bad, dtype=np.int64), ["key", "reason", "detail"])
     drops = [Drop(source=source, **row | {"detail": row["detail"] or ""}) for source, row in rows.items()]
@@ -318,15 +359,25 @@ def _measured_again(
     return kept, dropped
 
 
-def joined(samples: Samples, pieces: list[_Kept]) -> Samples:
-    """Adds pieces (source, number and sizes of each), in the order of the sources."""
-    names = [each.name for each in fields(Sizes) if getattr(samples.sizes, each.name) is not None]
+def _of_pieces(like: Samples, pieces: list[_Kept]) -> Samples:
+    """Pieces (source, number and sizes of each), with columns as in `like`, which has no rows."""
+    names = [each.name for each in fields(Sizes) if getattr(like.sizes, each.name) is not None]
     rows = [(at, no, *(*it.segment_lengths, 0)[:2], *(getattr(it, key) for key in names[2:])) for at, no, it in pieces]
-    more = np.array(rows, np.int64).reshape(-1, 2 + len(names)).T
-    before = (samples.source, samples.piece, *(getattr(samples.sizes, name) for name in names))
-    source, piece, *columns = (
-        np.concatenate([old, new.astype(old.dtype)]) for old, new in zip(before, more, strict=True)
-    )
-    order = np.lexsort((piece, source))
-    sizes = Sizes(**dict(zip(names, columns, strict=True))).take(order)
-    return Samples(source=source[order], piece=piece[order], sizes=sizes)
+    source, piece, *columns = np.array(rows, np.int64).reshape(-1, 2 + len(names)).T
+    sizes = {name: made.astype(getattr(like.sizes, name).dtype) for name, made in zip(names, columns, strict=True)}
+    return Samples(source=source, piece=piece.astype(np.int16), sizes=Sizes(**sizes))
+
+
+def joined(*parts: Samples) -> Samples:
+    """Samples in the order of the sources."""
+    kept = [each for each in parts if len(each)] or parts[:1]
+    if len(kept) == 1:
+        return kept[0]
+    columns = {
+        each.name: np.concatenate([getattr(part.sizes, each.name) for part in kept])
+        for each in fields(Sizes)
+        if getattr(kept[0].sizes, each.name) is not None
+    }
+    source, piece = (np.concatenate([getattr(part, name) for part in kept]) for name in ("source", "piece"))
+    made = Samples(source=source, piece=piece, sizes=Sizes(**columns))
+    return made if (np.diff(source) > 0).all() else made.take(np.lexsort((piece, source)))

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from energon_packing.errors import UserError, read_again
+from energon_packing.remote_files import present, read_range, remote_address, shown
 
 MOST_HEADER = 1 << 26
 """Bytes of a header that is read. That of a pack of a thousand samples with media has less than a hundredth."""
@@ -135,14 +136,18 @@ class ShardFile:
     UserError: it is missing, cut off, or no shard."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._descriptor = path, -1
+        self.path, self._descriptor, self._address = path, -1, remote_address(path)
+        place = shown(path)
         try:
-            read_again(path, self._look, self.close)
+            read_again(place, self._look, self.close)
         except OSError as error:
-            raise UserError(f"{path} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
+            raise UserError(f"{place} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             self.close()
-            raise UserError(f"{path} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
+            raise UserError(f"{place} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
+
+    def _piece(self, size: int, at: int) -> bytes:
+        return os.pread(self._open(), size, at) if self._address is None else read_range(self._address, at, size)
 
     def _open(self) -> int:
         if self._descriptor < 0:
@@ -150,20 +155,20 @@ class ShardFile:
         return self._descriptor
 
     def _look(self) -> None:
-        self.bytes = os.fstat(self._open()).st_size
-        tail = os.pread(self._descriptor, _TAIL, max(0, self.bytes - _TAIL))
+        self.bytes = os.fstat(self._open()).st_size if self._address is None else present(self._address).size
+        tail = self._piece(_TAIL, max(0, self.bytes - _TAIL))
         said = int.from_bytes(tail[:8], "little")
         if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
             raise ValueError("it does not end as a shard does")
         self.checksum = tail[8:40].hex()
-        self.facts: dict[str, Any] = json.loads(os.pread(self._descriptor, said, self.bytes - _TAIL - said))
+        self.facts: dict[str, Any] = json.loads(self._piece(said, self.bytes - _TAIL - said))
         self.packs = int(self.facts["packs"])
         self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1) - 4 * self.packs
         if self.packs < 0 or self._table_at < 0:
             raise ValueError(f"a table of {self.packs} packs does not fit into it")
-        table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
+        table = self._piece(8 * (self.packs + 1), self._table_at)
         self._places = np.frombuffer(table, dtype="<i8")
-        sums = os.pread(self._descriptor, 4 * self.packs, self._table_at + len(table))
+        sums = self._piece(4 * self.packs, self._table_at + len(table))
         self._sums = np.frombuffer(sums, dtype="<u4")
         if (
             len(self._sums) != self.packs
@@ -180,7 +185,9 @@ class ShardFile:
 
         def read() -> memoryview:
             left = buffer = memoryview(np.empty(end - begin, np.uint8))  # a mapping's page may end the process (SIGBUS)
-            while left and (some := os.preadv(self._open(), [left], end - len(left))):
+            if self._address is not None and len(content := self._piece(len(left), begin)) == len(left):
+                return memoryview(bytearray(content))
+            while self._address is None and left and (some := os.preadv(self._open(), [left], end - len(left))):
                 left = left[some:]
             if left:
                 raise ValueError("it ends early")
@@ -190,7 +197,7 @@ class ShardFile:
             record = read_again(self.path, read, self.close)
         except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
-            raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
+            raise UserError(f"{shown(self.path)} cannot be read ({said}); put it back as it was") from error
         if zlib.crc32(record[:CHECKED]) != self._sums[number]:
             raise DamagedBytes("its bytes are not those that were written")
         return record
@@ -199,7 +206,7 @@ class ShardFile:
         """The checksum of what the file holds now; that of a whole shard is `checksum`."""
         digest, end = hashlib.sha256(), self.bytes - 32 - len(MAGIC)
         for at in range(0, end, _CHUNK):
-            digest.update(os.pread(self._descriptor, min(_CHUNK, end - at), at))
+            digest.update(self._piece(min(_CHUNK, end - at), at))
         return digest.hexdigest()
 
     def close(self) -> None:

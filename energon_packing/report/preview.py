@@ -20,7 +20,7 @@ from PIL import Image
 
 from energon_packing.config import EncoderConfig, RunConfig
 from energon_packing.conversation import Media, PairCounts
-from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media

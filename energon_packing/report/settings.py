@@ -28,6 +28,7 @@ SECTION_TEXT = {
     "metrics": "What a training run writes about its packs; TensorBoard, W&B or a file has it.",
     "plan": "How `energon-packing plan` mixes, orders and repeats data sets.",
     "plan.datasets.NAME": "One data set of a plan.",
+    "plan.stages.N": "One stage of a plan, in `--set` as part of the whole list.",
 }
 
 
@@ -55,6 +56,8 @@ def settings(cls: type[Any] = RunConfig, section: str = "") -> list[Setting]:
     for each in fields:
         value = _mapping_value(each.hint)
         inner, name = (each.hint, each.name) if value is None else (value, f"{each.name}.NAME")
+        if typing.get_origin(each.hint) is tuple:
+            inner, name = typing.get_args(each.hint)[0], f"{each.name}.N"
         if dataclasses.is_dataclass(inner):
             known += settings(typing.cast("type[Any]", inner), name)
     return known

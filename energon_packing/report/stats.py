@@ -275,7 +275,7 @@ def packings(
             yield _packed(samples, dealt, window, readers, ranks if is_own else 0, seed)
 
 
-def planned_packing(planned: Mapping[str, float]) -> dict[str, Any]:
+def planned_packing(planned: Mapping[str, Any]) -> dict[str, Any]:
     """The packs that a plan has, of all of its epochs; ``steps`` are those of the batch that it was made with, and
     ``dropped`` and ``read`` samples of an epoch, as ``packing.drop_budget`` counts them."""
     shares = _shares(planned["fill"], planned["aligned_fill"], 1)

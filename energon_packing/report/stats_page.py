@@ -122,6 +122,19 @@ def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
+def mix_cells(mix: Sequence[Mapping[str, Any]], batch: int = 1) -> list[tuple[str, ...]]:
+    """Of each epoch or stage of a plan, its steps of `batch` packs, and the share of tokens of each data set, as
+    texts."""
+    begins = [0, *(each["packs"] for each in mix)]
+    return [
+        (
+            f"{begin // batch:,} to {max(begin // batch, -(-each['packs'] // batch) - 1):,}",
+            *(f"{tokens / max(sum(each['tokens']), 1):.2%}" for tokens in each["tokens"]),
+        )
+        for begin, each in zip(begins, mix, strict=False)
+    ]
+
+
 GROUP_NAMES = ("name", "samples", "share", "tokens", "share of tokens", "mean tokens", "trained", "dropped")
 
 
@@ -178,7 +191,11 @@ def _recommendation(found: Mapping[str, Any]) -> str:
 
 def _packing(report: Mapping[str, Any]) -> str:
     if not report["packing"]:
-        return "".join(f"<p>{escaped(each)}</p>" for each in (plan_sentences(report["plan"]) if report["plan"] else ()))
+        told = "".join(f"<p>{escaped(each)}</p>" for each in (plan_sentences(report["plan"]) if report["plan"] else ()))
+        if not (mix := (report["plan"] or {}).get("mix", {})).get("parts"):
+            return told
+        cells = mix_cells(mix["parts"], report["plan"]["global_batch_size"])
+        return told + _table(("share of tokens, steps", *mix["datasets"]), cells)
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows of a run that repeats its data. Lost is the "
         f"share of tokens in no row. Packs of a step: {report['global_batch_size']}."

@@ -50,7 +50,7 @@ class StatsSamples:
     pair_counts: PairCounts = field(default_factory=PairCounts)
     # figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget counts
     # them; None otherwise
-    planned: Mapping[str, float] | None = None
+    planned: Mapping[str, Any] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
     family: str = ""  # `VisionFamily.name` of the encoder that measured; empty for clips
 
@@ -170,6 +170,7 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
         "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
         "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
         "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),
+        "mix": {"datasets": dataset_names(datasets), "parts": facts.summary.get("mix", ())},
     }
     return StatsSamples(
         path=str(plan.path),

@@ -27,7 +27,7 @@ from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.files import HOST
 from energon_packing.offline.index import Index
-from energon_packing.offline.plan import Plan, PlannedPack, drops_path
+from energon_packing.offline.plan import Group, Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import efficiency_of, make_plan
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.packing.balance import pack_cost
@@ -266,9 +266,9 @@ def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
     read: list[int] = []
     of_class = Plan._read
 
-    def recorded(self: Plan, number: int, columns: list[str] | None) -> Any:
-        read.append(number)
-        return of_class(self, number, columns)
+    def recorded(self: Plan, group: Group, columns: list[str] | None) -> Any:
+        read.append(group.number)
+        return of_class(self, group, columns)
 
     for start, stop in [(0, 1), (3, 3), (groups[1] - 1, groups[1] + 1), (7, len(plan)), (len(plan) - 1, len(plan))]:
         fresh = Plan.open(plan.path)

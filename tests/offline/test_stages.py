@@ -1,0 +1,219 @@
+"""Plans of stages with a mix of their own, and plans that go on from one that is half trained."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.made_index import drawn_rows, made_index, row
+
+from energon_packing.config import RunConfig, from_mapping
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.explain import changes
+from energon_packing.offline.loader import too_short
+from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.verify import check_rows
+
+SHAPES = {"a": (700, 0), "b": (500, 1), "c": (300, 2)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def index(folder: Path) -> Path:
+    """Of two shards each, with one sample in four of them much shorter."""
+    rows: Any = {
+        name: [[*drawn_rows(count - 100, seed=seed)], [row(20 + at) for at in range(100)]]
+        for name, (count, seed) in SHAPES.items()
+    }
+    return made_index(folder / "index", rows)
+
+
+def planned(index: Path, out: Path, packing: Any = None, **plan: Any) -> Plan:
+    extend = {name: plan.pop(name) for name in ("extend", "first") if name in plan}
+    values = {
+        "packing": {"seq_length": 1024, "drop_budget": 1.0, **(packing or {})},
+        "plan": {"max_data_parallel": 4, **plan},
+    }
+    make_plan([index], from_mapping(RunConfig, values, where="the test"), out, force=True, **extend)
+    check_rows(made := Plan.open(out))
+    return made
+
+
+def every(plan: Plan) -> list[PlannedPack]:
+    return plan.packs(0, len(plan))
+
+
+def occurrences(plan: Plan, packs: list[PlannedPack]) -> Counter[tuple[str, int, int]]:
+    names = [each.root.rpartition("/")[2] for each in plan.facts.datasets]
+    return Counter((names[it.dataset], it.shard, it.row) for pack in packs for it in pack.samples)
+
+
+def tokens(plan: Plan, packs: list[PlannedPack]) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for pack in packs:
+        for sample in pack.samples:
+            held[plan.facts.datasets[sample.dataset].root.rpartition("/")[2]] += sample.length
+    return held
+
+
+STAGES: list[dict[str, Any]] = [
+    {"tokens": 60_000, "datasets": {"a": 3, "b": 1}},
+    {"tokens": 4e4, "datasets": {"a": 1, "b": 1, "c": 2}},
+    {"tokens": 2e4, "datasets": {"c": 1}},
+]
+
+
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_each_stage_has_its_tokens_in_its_mix_and_no_sample_comes_twice_before_all_have(
+    index: Path, tmp_path: Path, unit: str
+) -> None:
+    plan = planned(index, tmp_path / "plan.parquet", stages=STAGES, weights_by=unit)
+    ends = plan.facts.epoch_ends
+    assert len(ends) == len(STAGES)
+    for stage, told, start, end in zip(STAGES, plan.facts.summary["mix"], (0, *ends), ends, strict=False):
+        packs = plan.packs(start, end)
+        held = tokens(plan, packs)
+        # Of samples in their mix, a few hundred have that many tokens on average only.
+        assert held.total() == pytest.approx(stage["tokens"], rel=0.02 if unit == "tokens" else 0.2)
+        assert held == +Counter(dict(zip("abc", told["tokens"], strict=True))), "what the plan says of it"
+        assert told["packs"] == end
+        amount = held if unit == "tokens" else Counter(name for name, *_ in occurrences(plan, packs).elements())
+        for name, weight in stage["datasets"].items():
+            assert amount[name] / amount.total() == pytest.approx(weight / sum(stage["datasets"].values()), abs=0.03)
+        assert held.keys() == stage["datasets"].keys()
+    times = occurrences(plan, every(plan))
+    for name in SHAPES:
+        own = [count for (of, *_), count in times.items() if of == name]
+        assert max(own) == 1 or len(own) == SHAPES[name][0]
+
+
+def test_more_stages_begin_with_the_same_packs_and_a_run_is_told_of_them(index: Path, tmp_path: Path) -> None:
+    short = planned(index, tmp_path / "short.parquet", stages=STAGES[:2])
+    long = planned(index, tmp_path / "long.parquet", stages=STAGES)
+    assert every(short) == long.packs(0, len(short))
+    assert too_short(short, len(short)) is None
+    assert "plan.stages" in (too_short(short, len(short) + 1) or "")
+    assert "plan.stages" in (too_short(short) or "")
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ({"epochs": 2}, "plan.epochs"),
+        ({"weights_by": "none"}, "weights_by"),
+        ({"datasets": {"a": {"weight": 1}}}, "'a'. has weight"),
+        ({"stages": [{"tokens": 0, "datasets": {"a": 1}}]}, "tokens is 0"),
+        ({"stages": [{"tokens": 10, "datasets": {}}]}, "names no data set"),
+        ({"stages": [{"tokens": 10, "datasets": {"a": -1}}]}, "a weight of a"),
+        ({"stages": [{"tokens": 10, "datasets": {"aa": 1}}]}, "did you mean"),
+        ({"stages": [{"tokens": 10, "datasets": {"a": 1, "./a": 1}}]}, "no index has"),
+        ({"stages": [{"token": 10}]}, "did you mean 'tokens'"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_one_sentence(index: Path, tmp_path: Path, plan: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, UserError), match=told):
+        planned(index, tmp_path / "plan.parquet", **({"stages": STAGES} | plan))
+
+
+def test_a_plan_without_stages_is_what_it_was(index: Path, tmp_path: Path) -> None:
+    """Its id is part of every saved state."""
+    assert planned(index, tmp_path / "plan.parquet").facts.decided["plan"].keys() == {
+        *("epochs", "weights_by", "datasets", "max_data_parallel", "seed"),
+    }
+
+
+@pytest.fixture(scope="module")
+def without_c(folder: Path) -> Path:
+    """The same data sets before `c` was there, in another order."""
+    rows: Any = {
+        name: [[*drawn_rows(SHAPES[name][0] - 100, seed=SHAPES[name][1])], [row(20 + at) for at in range(100)]]
+        for name in ("b", "a")
+    }
+    return made_index(folder / "before", rows)
+
+
+@settings(max_examples=12, deadline=None)
+@given(share=st.floats(0, 1), epochs=st.integers(1, 3), often=st.sampled_from([1, 2]))
+def test_an_extended_plan_keeps_what_was_trained_and_gives_all_the_rest_once(
+    index: Path, without_c: Path, folder: Path, share: float, epochs: int, often: int
+) -> None:
+    plan = {"epochs": epochs, "datasets": {"a": {"epochs": often}}}
+    old = planned(without_c, folder / "old.parquet", **plan)
+    first = int(share * (len(old) - 1))
+    new = planned(index, folder / "new.parquet", extend=folder / "old.parquet", first=first, **plan)
+    assert [[it.name for it in pack.samples] for pack in new.packs(0, first)] == [
+        [it.name for it in pack.samples] for pack in old.packs(0, first)
+    ]
+    assert changes(old, new)["kept"] >= sum(len(pack.samples) for pack in old.packs(0, first))
+    begun = sum(end <= first for end in old.facts.epoch_ends)
+    times = occurrences(new, every(new))
+    for name, (count, _) in SHAPES.items():
+        expected = {"a": epochs * often, "b": epochs, "c": epochs - begun}[name]
+        own = {key: times for key, times in times.items() if key[0] == name}
+        assert len(own) == count
+        assert {*own.values()} == {expected}
+    assert len(new.facts.epoch_ends) == epochs
+    for at, end in enumerate(new.facts.epoch_ends[:-1]):  # at the end of each epoch nothing is owed
+        if end > first:
+            held = occurrences(new, new.packs(0, end))
+            assert {held[key] for key in times if key[0] == "b"} == {at + 1}
+
+
+def test_an_extended_plan_of_stages_gives_the_tokens_that_are_left(
+    index: Path, without_c: Path, tmp_path: Path
+) -> None:
+    before: Any = [{"tokens": 1e5, "datasets": {"a": 1, "b": 1}}]
+    old = planned(without_c, tmp_path / "old.parquet", stages=before, weights_by="tokens")
+    first = len(old) // 3
+    after: Any = [{"tokens": 8e4, "datasets": {"a": 1, "b": 1}}, {"tokens": 4e4, "datasets": {"b": 1, "c": 1}}]
+    new = planned(
+        index,
+        tmp_path / "new.parquet",
+        extend=tmp_path / "old.parquet",
+        first=first,
+        stages=after,
+        weights_by="tokens",
+    )
+    kept = occurrences(old, old.packs(0, first))
+    assert occurrences(new, new.packs(0, first)) == kept
+    assert tokens(new, new.packs(0, new.facts.epoch_ends[0])).total() == pytest.approx(8e4, abs=4096)
+    assert tokens(new, every(new)).total() == pytest.approx(12e4, abs=8192)
+    held = occurrences(new, every(new))
+    assert all(held[key] == 1 for key in kept if held.total() and key[0] == "a"), "nothing trained comes again"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"packing": {"seq_length": 2048}}, "seq_length"),
+        ({"packing": {"max_segments_per_pack": 5}}, "max_segments"),
+        ({"first": 10**6}, "has only"),
+        ({"first": -1}, "--from"),
+        ({"seed": 3}, None),
+    ],
+)
+def test_what_no_plan_can_go_on_from_is_refused(
+    index: Path, without_c: Path, tmp_path: Path, change: dict[str, Any], told: str | None
+) -> None:
+    planned(without_c, tmp_path / "old.parquet")
+    extended = {"extend": tmp_path / "old.parquet", "first": 20} | change
+    if told is None:
+        planned(index, tmp_path / "new.parquet", **extended)
+    else:
+        with pytest.raises((ConfigError, UserError), match=told):
+            planned(index, tmp_path / "new.parquet", **extended)
+
+
+def test_a_sample_that_was_trained_and_is_not_in_the_index_is_named(
+    index: Path, without_c: Path, tmp_path: Path
+) -> None:
+    planned(index, tmp_path / "old.parquet")
+    with pytest.raises(UserError, match=r"pack \d+ .* is not in the index"):
+        planned(without_c, tmp_path / "new.parquet", extend=tmp_path / "old.parquet", first=60)

@@ -257,7 +257,7 @@ def fitting_samples(
                 "them, which needs the samples themselves; set packing.oversize=drop and when_over=[drop]."
             )
         pieces, refused = _measured_again(sources, first + over, remeasure, limits, config)
-        again = _of_pieces(again, pieces)
+        again = of_pieces(again, pieces)
         samples = joined(samples, again)
     else:
         refused = [
@@ -359,7 +359,7 @@ def _measured_again(
     return kept, dropped
 
 
-def _of_pieces(like: Samples, pieces: list[_Kept]) -> Samples:
+def of_pieces(like: Samples, pieces: list[_Kept]) -> Samples:
     """Pieces (source, number and sizes of each), with columns as in `like`, which has no rows."""
     names = [each.name for each in fields(Sizes) if getattr(like.sizes, each.name) is not None]
     rows = [(at, no, *(*it.segment_lengths, 0)[:2], *(getattr(it, key) for key in names[2:])) for at, no, it in pieces]

@@ -16,7 +16,7 @@ from energon_packing.errors import UserError
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
-from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined
+from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined, of_pieces
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints, Size
 from energon_packing.packing.model_cost import SQUARES
@@ -498,7 +498,7 @@ class _Dealt:
             made = [(at, number, size) for at, each in found for number, size in each.items()]
             sized = [(at, number, size) for at, number, size in made if isinstance(size, Size)]
             good = [each for each in sized if self.limits.holds(each[2])]
-            kept, self.drops = joined(kept, good), len(made) - len(good)
+            kept, self.drops = joined(kept, of_pieces(kept, good)), len(made) - len(good)
         self.kept, self.tokens_of = kept, kept.sizes.tokens
         self.lost = np.maximum(samples.tokens - np.bincount(kept.source, self.tokens_of, len(sizes)), 0)
         self.too_long = np.asarray(self.limits.too_long(sizes))

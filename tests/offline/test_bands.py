@@ -22,6 +22,7 @@ from support.object_store import object_store
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline import bands, planner
+from energon_packing.offline import plan as plan_file
 from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack, copy_plan, drops_path, part_path
@@ -284,10 +285,10 @@ def test_what_is_missing_damaged_or_of_another_plan_is_named(tmp_path: Path) -> 
     check_rows(Plan.open(plan.path))
     sources = plan.path / "_sources.parquet"
     shutil.copyfile(other.path / "_sources.parquet", sources)
+    plan_file._sources.cache_clear()
     with pytest.raises(UserError, match=r"_sources.parquet, of the plan, cannot be read \(it is of another plan\)"):
         _ = Plan.open(plan.path).facts.datasets[0].shards[0]
     manifest = json.loads((plan.path / "_plan.json").read_text())
-    shutil.copyfile(sources, tmp_path / "s")
     (plan.path / "_plan.json").write_text(json.dumps(manifest | {"parts": manifest["parts"][::-1]}))
     with pytest.raises(UserError, match="damaged metadata"):
         Plan.open(plan.path)

@@ -323,7 +323,7 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     try:
         if not exists(path / MANIFEST):
             return read_metadata(path)
-        with open_file(path / MANIFEST) as file:
+        with read_again(path, lambda: open_file(path / MANIFEST)) as file:
             found = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return None

@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from bench.offline_index import write_index
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from energon_packing.errors import UserError
 from energon_packing.offline import bands, planner
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.explain import changes, explanation
+from energon_packing.offline.files import read_metadata, write_table
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack, copy_plan, drops_path, part_path
 from energon_packing.offline.planner import efficiency_of, make_plan
@@ -86,7 +89,7 @@ def test_bands_have_each_sample_as_often_as_the_plan_in_one_piece_and_none_twice
     epochs: int,
 ) -> None:
     directory = tmp_path_factory.mktemp("bands")
-    lists = {
+    lists: dict[str, Any] = {
         name: [[row(30) for _ in range(count)] for count in counts]
         for name, counts in zip("abcd", shards, strict=False)
         if sum(counts)
@@ -292,6 +295,22 @@ def test_what_is_missing_damaged_or_of_another_plan_is_named(tmp_path: Path) -> 
     (plan.path / "_plan.json").write_text(json.dumps(manifest | {"parts": manifest["parts"][::-1]}))
     with pytest.raises(UserError, match="damaged metadata"):
         Plan.open(plan.path)
+
+
+@pytest.mark.parametrize("column", ["length", "key"])
+def test_rows_that_were_changed_are_found(tmp_path: Path, column: str) -> None:
+    index = made_index(tmp_path / "index", {"a": [drawn_rows(400, seed=seed) for seed in range(3)]})
+    plan = made(index, tmp_path / "plan.parquet", 450, run_of())
+    path = part_path(plan.path, 1)
+    with pq.ParquetFile(path) as file:
+        groups = [file.read_row_group(at) for at in range(file.num_row_groups)]
+    values = groups[0].column(column).to_pylist()
+    values[3] = values[3] + (1 if column == "length" else "x")
+    at = groups[0].schema.get_field_index(column)
+    groups[0] = groups[0].set_column(at, groups[0].schema.field(at), pa.array(values, groups[0].schema.field(at).type))
+    write_table(path, plan.facts.schema, groups, read_metadata(path) or {})
+    (found,) = verify(VerifyConfig(directory=plan.path)).findings
+    assert "part-00001.parquet has other rows than were written" in found.what
 
 
 @pytest.mark.parametrize("begun", [True, False])

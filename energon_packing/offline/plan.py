@@ -22,15 +22,15 @@ import bisect
 import functools
 import hashlib
 import io
+import itertools
 import json
-import operator
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,7 @@ from energon_packing.offline.files import (
     Amount,
     Count,
     Name,
+    metadata_of,
     parquet_file,
     read_as,
     read_metadata,
@@ -282,56 +283,47 @@ def write_sources(path: Path, facts: PlanFacts) -> None:
     write_table(path / SOURCES_FILE, SOURCES, [pa.Table.from_pylist(rows, SOURCES)], {"id": facts.id})
 
 
-class _Sources:
-    """The shards of a plan in bands, which are read when one is asked for."""
-
-    def __init__(self, path: Path, identifier: str, rows: int) -> None:
-        self._state = path, identifier, rows
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Sources, self._state
-
-    @functools.cached_property
-    def table(self) -> pa.Table:
-        """All of them. Raises UserError: they are missing, damaged, or of another plan."""
-        path, identifier, rows = self._state
-        file = path / SOURCES_FILE
-        try:
-            with read_again(file, lambda: parquet_file(file, page_checksum_verification=True)) as opened:
-                known, table = opened.schema_arrow.metadata or {}, opened.read(use_threads=False).cast(SOURCES)
-            if json.loads(known[METADATA])["id"] != identifier or len(table) != rows:
-                raise ValueError("it is of another plan")
-        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            raise UserError(f"{shown(file)}, of the plan, cannot be read ({error}); make the plan again.") from error
-        return table
+@functools.lru_cache(maxsize=2)
+def _sources(path: Path, identifier: str, rows: int) -> pa.Table:
+    """What `write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
+    file = path / SOURCES_FILE
+    try:
+        with read_again(file, lambda: parquet_file(file, page_checksum_verification=True)) as opened:
+            known, table = metadata_of(opened), opened.read(use_threads=False).cast(SOURCES)
+        if known is None or known.get("id") != identifier or len(table) != rows:
+            raise ValueError("it is of another plan")
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{shown(file)}, of the plan, cannot be read ({error}); make the plan again.") from error
+    return table
 
 
-class _Stored[Item](Sequence[Item]):
-    """Rows ``[start, stop)`` of `_Sources`, each read as an item when it is asked for."""
+@dataclass(frozen=True, slots=True)
+class _Stored(Sequence[Any]):
+    """Some rows of `_sources` with these arguments, which are read when one is asked for: shards, or names."""
 
-    def __init__(self, sources: _Sources, span: range, item: Callable[[dict[str, Any]], Item]) -> None:
-        self._state = self._sources, self._span, self._item = sources, span, item
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Stored, self._state
+    of: tuple[Path, str, int]
+    span: range
+    shards: bool
 
     def __len__(self) -> int:
-        return len(self._span)
+        return len(self.span)
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[each] for each in range(len(self))[at]]
-        return self._item(self._sources.table.slice(self._span[at], 1).to_pylist()[0])
+        return self._items(self.span[at : at + 1 or None])[0]
 
-    def __iter__(self) -> Iterator[Item]:
-        return map(self._item, self._sources.table.slice(self._span.start, len(self)).to_pylist())
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items(self.span))
 
-
-def _shard(row: dict[str, Any]) -> IndexedShard:
-    try:
-        return cast(IndexedShard, read_as(IndexedShard, row | {"identity": json.loads(row["identity"])}))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"a shard of the plan is damaged ({error}); make the plan again.") from error
+    def _items(self, span: range) -> list[Any]:
+        rows = _sources(*self.of).slice(span.start, len(span)).to_pylist()
+        try:
+            if self.shards:
+                return [read_as(IndexedShard, row | {"identity": json.loads(row["identity"])}) for row in rows]
+            return [read_as(Name, row["name"]) for row in rows]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{shown(self.of[0])} is damaged ({error}); make the plan again.") from error
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:
@@ -339,7 +331,7 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     try:
         if not exists(path / MANIFEST):
             return read_metadata(path)
-        with open_file(path / MANIFEST) as file:
+        with read_again(path, lambda: open_file(path / MANIFEST)) as file:
             found = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return None
@@ -548,15 +540,12 @@ class Plan:
 
 def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int]]) -> tuple[IndexedDataset, ...]:
     """The data sets of a plan in bands, with the shards that its own file has."""
-    sources = _Sources(path, facts.id, sum(map(sum, counts)))
-    begin, found = 0, []
-    for dataset, own in zip(facts.datasets, counts, strict=True):
-        lists: dict[str, Any] = {}
-        for name, count in zip(OF_SHARDS, own, strict=True):
-            item = _shard if name == "shards" else operator.itemgetter("name")
-            lists[name] = _Stored(sources, range(begin, begin + count), item)
-            begin += count
-        found.append(replace(dataset, **lists))
+    ends = np.cumsum([0, *(count for own in counts for count in own)]).tolist()
+    spans = itertools.starmap(range, pairwise(ends))
+    of, found = (path, facts.id, ends[-1]), []
+    for each, _ in zip(facts.datasets, counts, strict=True):
+        lists: dict[str, Any] = {name: _Stored(of, next(spans), name == "shards") for name in OF_SHARDS}
+        found.append(replace(each, **lists))
     return tuple(found)
 
 

@@ -5,7 +5,8 @@ log-normal length of median 220 tokens (sigma 1.1), an image one of median 420 (
 of median 90 (sigma 0.4). A patch is a quarter of a visual token.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from energon_packing.config import EncoderConfig, to_mapping
 from energon_packing.offline.files import write_table
 from energon_packing.offline.index import MEDIA, SCHEMA, Index, IndexedDataset, IndexedShard
 
-SHARD = 10_000
-"""Samples of a shard."""
+SHARD, DISTINCT = 10_000, 1_000_000
+"""Samples of a shard, and how many are drawn: shards of a larger index are links to the files of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,17 @@ def drawn_mix(samples: int, seed: int = 0) -> Mix:
 
 def write_index(directory: Path, samples: int, seed: int = 0) -> Mix:
     """Writes an index of `samples` drawn samples in shards of `SHARD`, and returns what was drawn."""
-    mix = drawn_mix(samples, seed)
+    mix = drawn_mix(min(samples, DISTINCT), seed)
     (directory / "mix").mkdir(parents=True)
-    shards = []
-    for number, start in enumerate(range(0, samples, SHARD)):
-        stop = min(start + SHARD, samples)
+    shards: list[IndexedShard] = []
+    for number in range(-(-samples // SHARD)):
+        if number >= DISTINCT // SHARD and samples - number * SHARD >= SHARD:
+            known = shards[number % (DISTINCT // SHARD)]
+            shards.append(replace(known, name=f"shard_{number}.tar"))
+            os.link(directory / "mix" / known.file, directory / "mix" / shards[-1].file)
+            continue
+        start = number * SHARD % DISTINCT
+        stop = min(start + SHARD, start + samples - number * SHARD)
         table = _table(mix, start, stop, number)
         identity = {"bytes": 1 << 30, "changed_ns": number, "index_uuid": "made"}
         shard = IndexedShard(

@@ -182,8 +182,8 @@ SHARING_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/planner.py",
-                "        if not is_dynamic(config):\n            chosen",
-                "        if True:\n            chosen",
+                "        if not is_dynamic(config) and rows.size:\n            chosen",
+                "        if rows.size:\n            chosen",
             ),
         ),
     ),

@@ -137,11 +137,18 @@ def within(root: str, reference: str) -> str | None:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Bytes of a file; fewer at its end."""
+    """Bytes of a file; fewer at its end. An answer with fewer bytes of a file that has more is tried again."""
     import multistorageclient.types
 
     piece = multistorageclient.types.Range(offset=offset, size=size)
-    return _ask(address, lambda client, path: client.read(path, piece))
+
+    def ask(client: Any, path: str) -> bytes:
+        content: bytes = client.read(path, piece)
+        if len(content) != size and len(content) != client.info(path).content_length - offset:
+            raise OSError(errno.EIO, f"{len(content)} bytes came of the {size} from byte {offset} on", address)
+        return content
+
+    return _ask(address, ask)
 
 
 def read(address: str) -> bytes:

@@ -12,7 +12,7 @@ Nothing in the files depends on when, where or by how many processes they were w
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +25,13 @@ from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import Count, differing, read_json, write_json
+from energon_packing.offline.index import MediaFile
 from energon_packing.offline.loader import PlannedLoader, loader_of
-from energon_packing.offline.packs import Passes, PositionedPacks, check_media
+from energon_packing.offline.packs import Passes, PositionedPacks, check_media, media_places
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.shards import DamagedBytes, ShardFile
-from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
-from energon_packing.remote_files import shown
+from energon_packing.offline.shards import DamagedBytes, ShardFile, from_bytes
+from energon_packing.offline.source import Place, PositionedMedia, ShardIndex, TarFiles, inside
+from energon_packing.remote_files import PIECE_BYTES, remote_address, shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
 FORMAT = 1
@@ -163,12 +164,40 @@ class StoredPacks[Record](PositionedPacks):
                 "damaged, delete it and pack again."
             ) from error
 
+    def in_store(self) -> bool:
+        return remote_address(self._packed.directory) is not None or super().in_store()
+
+    def _stages(self, index: Any) -> Iterator[list[Place]]:
+        if (number := self.number(index)) is None:
+            return
+        at, facts = self._shard_of(number), self._packed.facts
+        if at not in self._seen:
+            self._seen.add(at)
+            yield [ShardFile.end_of(shard_path(self._packed.directory, at), facts.shards[at].bytes)]
+        shard = self._shard(at)
+        place = shard.place(number - int(self._firsts[at]))
+        if facts.store != "tokens" or place[2] > PIECE_BYTES:
+            yield [place]
+            return
+        yield [place, place]  # read here, too
+        values, _ = from_bytes(shard.record(number - int(self._firsts[at])))
+        places = []
+        for sample in values.get("samples") or values["clips"]:
+            media = [MediaFile(**each) for each in sample.get("files", ())]
+            dataset, compared = sample["dataset"], self._compared.setdefault(sample["dataset"], set())
+            named = [each for each in media if each.shard >= 0]
+            places += media_places(self._packed.plan.facts.datasets[dataset], named, compared, self._files)
+            copied = media_path(self._packed.directory, at)
+            places += [(copied, each.offset, each.size) for each in media if each.shard < 0]
+        yield places
+
     def _shard_of(self, number: int) -> int:
         return int(np.searchsorted(self._firsts, number, side="right")) - 1
 
     def _open(self) -> None:
         self._shard = functools.lru_cache(maxsize=MOST_SHARDS)(self._opened_shard)
         self._files = TarFiles()
+        self._seen: set[int] = set()  # shards whose end was read ahead
         self._compared: dict[int, set[int]] = {}
 
     def stored(self, number: int) -> Record:
@@ -180,16 +209,16 @@ class StoredPacks[Record](PositionedPacks):
             return cast(Record, self.record.from_bytes(shard.record(number - int(self._firsts[at]))))
         except DamagedBytes as error:
             raise UserError(
-                f"pack {number} in {shard.path} is damaged: {error}; run 'energon-packing verify', delete what "
+                f"pack {number} in {shard.name} is damaged: {error}; run 'energon-packing verify', delete what "
                 "it names and pack again"
             ) from error
 
     def _opened_shard(self, number: int) -> ShardFile:
-        shard = ShardFile(shard_path(self._packed.directory, number))
         entry = self._packed.facts.shards[number]
+        shard = ShardFile(shard_path(self._packed.directory, number), self._files.content, entry.bytes)
         if (shard.checksum, shard.bytes, shard.packs) != (entry.checksum, entry.bytes, entry.packs):
             raise UserError(
-                f"{shard.path} is not the shard that was packed; delete it and run 'energon-packing pack' again"
+                f"{shard.name} is not the shard that was packed; delete it and run 'energon-packing pack' again"
             )
         return shard
 
@@ -203,7 +232,7 @@ class StoredPacks[Record](PositionedPacks):
                 f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "
                 "another index); bring it back as it was, or measure, plan and pack again"
             )
-        check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()))
+        check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()), self._files)
         tars = [copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]) for file in sample.files]
         places = zip(sample.files, tars, strict=True)
         return PositionedMedia(self._files, {file.name: (tar, file.offset, file.size) for file, tar in places})

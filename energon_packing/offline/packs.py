@@ -3,11 +3,12 @@ data sets.
 """
 
 import bisect
+import contextlib
 import copy
 import functools
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
@@ -20,17 +21,25 @@ from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
-from energon_packing.errors import UserError, read_again
+from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, media_state, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.offline.shared_work import WorkersConfig
-from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
+from energon_packing.offline.source import (
+    PACKS_AHEAD,
+    Place,
+    PositionedMedia,
+    ShardIndex,
+    SourcePart,
+    TarFiles,
+    inside,
+)
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import squares_of
-from energon_packing.remote_files import shown
+from energon_packing.remote_files import remote_address, shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 
@@ -89,6 +98,8 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         self._ledger: Ledger | None = None
         self._worker: int | None = None
         self._run, self.shares = uuid.uuid4().hex[:12], Shares()
+        self._files = TarFiles()
+        self._coming: dict[Any, Iterator[list[Place]]] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -97,6 +108,25 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     def roots(self) -> list[str]:
         """Directories and addresses of the data sets that packs are made from."""
         return []
+
+    def in_store(self) -> bool:
+        """Whether packs are read from an object store, so that `expect` is worth while."""
+        return any(remote_address(each) is not None for each in self.roots())
+
+    def expect(self, indexes: Sequence[Any]) -> None:
+        """Reads ahead from object stores for the packs that this process is asked for next, at most `MOST_AHEAD` bytes;
+        forgets what others would have needed."""
+        self._opened()
+        self._coming = {each: self._coming.get(each) or self._stages(each) for each in indexes}
+        self._files.remote.keep(self._coming)
+        for index, stages in self._coming.items():
+            with contextlib.suppress(Exception):  # the pack itself tells
+                while self._files.remote.ready(index) and (places := next(stages, None)) is not None:
+                    self._files.remote.start(index, places)
+
+    def _stages(self, index: Any) -> Iterator[list[Place]]:
+        """What the pack at an index is read from; each stage is asked for when the one before it is there."""
+        yield from ()
 
     @abstractmethod
     def _open(self) -> None:
@@ -160,14 +190,27 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
 
-def check_media(dataset: IndexedDataset, files: Iterable[MediaFile], compared: set[int]) -> None:
-    """Compares the shards of these files with what was measured, each once: `compared` has those that were. Raises
-    UserError: one is missing or another."""
-    for number in {file.shard for file in files if file.shard >= 0} - compared:
+def media_places(
+    dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles
+) -> list[Place]:
+    """Where media lie in the shards of a data set, at which, unless `compared` has them, is looked ahead."""
+    found = []
+    for each in media:
+        path = inside(Path(dataset.media_root), dataset.media_shards[each.shard])
+        if each.shard not in compared and "".join(dataset.media_states[each.shard : each.shard + 1]):
+            files.remote.look(path, media_state)
+        found.append((path, each.offset, each.size))
+    return found
+
+
+def check_media(dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles) -> None:
+    """Compares the shards of media with what was measured, each once: `compared` has those that were. Raises UserError:
+    one is missing or another."""
+    for number in {file.shard for file in media if file.shard >= 0} - compared:
         path = inside(Path(dataset.media_root), dataset.media_shards[number])
         if before := "".join(dataset.media_states[number : number + 1]):  # an older index does not say it
             try:
-                now, _ = read_again(path, functools.partial(media_state, path))
+                now, _ = files.remote.looked(path, media_state)
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
             if now != before:
@@ -187,6 +230,14 @@ class PlannedSource:
         self._media_compared: set[int] = set()
         self._media_index: ShardIndex | None = None
 
+    def places(self, planned: PlannedSample) -> list[Place]:
+        """What `sample` and rendering it read; at shards that were not compared, it is looked ahead."""
+        path = inside(self._root, self._dataset.shards[planned.shard].name)
+        if planned.shard not in self._compared:
+            self._files.remote.look(path, shard_status)
+        media = media_places(self._dataset, planned.media, self._media_compared, self._files)
+        return [(path, planned.offset, planned.size), *media]
+
     def sample(self, planned: PlannedSample) -> Any:
         """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
         another than the one that was measured."""
@@ -202,7 +253,7 @@ class PlannedSource:
                     f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
                     f"index); {REMEDY}"
                 )
-        check_media(self._dataset, planned.media, self._media_compared)
+        check_media(self._dataset, planned.media, self._media_compared, self._files)
         record = self._files.read(path, planned.offset, planned.size)
         media = {
             each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
@@ -215,7 +266,7 @@ class PlannedSource:
         """The time of the last change is left out: a copy of a data set is as good."""
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         try:
-            size, _ = read_again(path, lambda: shard_status(path))
+            size, _ = self._files.remote.looked(path, shard_status)
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
         if size != identity["bytes"] or uuid != identity["index_uuid"]:
@@ -249,12 +300,23 @@ class PlannedPacks(PositionedPacks):
         return self._plan.facts.roots(records=True)
 
     def _open(self) -> None:
-        files = TarFiles()
-        self._sources = [PlannedSource(each, files) for each in self._plan.facts.datasets]
+        self._files = TarFiles()
+        self._sources = [PlannedSource(each, self._files) for each in self._plan.facts.datasets]
+        self._samples_of = functools.lru_cache(maxsize=PACKS_AHEAD + 1)(self._planned)
+
+    def _planned(self, number: int) -> tuple[PlannedSample, ...]:
+        (planned,) = self._plan.packs(number, number + 1)
+        return planned.samples
+
+    def _stages(self, index: Any) -> Iterator[list[Place]]:
+        number = self.number(index)
+        yield self._places(() if number is None else self._samples_of(number))
+
+    def _places(self, planned: Iterable[PlannedSample]) -> list[Place]:
+        return [place for each in planned for place in self._sources[each.dataset].places(each)]
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
-        (planned,) = self._plan.packs(number, number + 1)
-        return self._assembled([*self._rendered(planned.samples, ledger).values()])
+        return self._assembled([*self._rendered(self._samples_of(number), ledger).values()])
 
     def _rendered(
         self, planned: Sequence[PlannedSample], ledger: Ledger, positions: Sequence[int] = ()

@@ -18,13 +18,14 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from energon_packing.errors import UserError, read_again
+from energon_packing.remote_files import remote_address, shown
 
 MOST_HEADER = 1 << 26
 """Bytes of a header that is read. That of a pack of a thousand samples with media has less than a hundredth."""
@@ -95,6 +96,7 @@ def _aligned(offset: int) -> int:
 MAGIC = b"epacks02"
 _TAIL = 8 + 32 + 8
 _CHUNK = 8 << 20
+_LAST = 1 << 16  # bytes at the end that are read at once: those of a table of a thousand packs, and more
 CHECKED = 1 << 20
 """Bytes of a record that are compared with its checksum whenever it is read: all but pixels, which `verify` reads. One
 MiB takes a millisecond, a record with pixels would take thirty."""
@@ -131,18 +133,33 @@ class ShardWriter:
 
 
 class ShardFile:
-    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. Raises
-    UserError: it is missing, cut off, or no shard."""
+    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. `content`
+    reads places of one in an object store, of which the manifest says the `size` in bytes. Raises UserError: it is
+    missing, cut off, or no shard."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._descriptor = path, -1
+    def __init__(self, path: Path, content: Callable[[Path, int, int], bytes] | None = None, size: int = 0) -> None:
+        self.path, self.name, self._descriptor = path, shown(path), -1
+        self._content, self.bytes = (None, 0) if remote_address(path) is None else (content, size)
         try:
-            read_again(path, self._look, self.close)
+            self._tried(self._look)
         except OSError as error:
-            raise UserError(f"{path} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
+            why = error.strerror or error
+            raise UserError(f"{self.name} cannot be opened ({why}); run 'energon-packing pack' again") from error
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             self.close()
-            raise UserError(f"{path} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
+            again = "delete it and run 'energon-packing pack' again"
+            raise UserError(f"{self.name} is damaged ({error}); {again}") from error
+
+    @staticmethod
+    def end_of(path: Path, size: int) -> tuple[Path, int, int]:
+        """The place that opening a shard of so many bytes reads first, and alone where its table is short."""
+        return path, max(0, size - _LAST), min(_LAST, size)
+
+    def _tried[Read](self, read: Callable[[], Read]) -> Read:
+        return read() if self._content else read_again(self.path, read, self.close)
+
+    def _part(self, at: int, size: int) -> bytes:
+        return self._content(self.path, at, size) if self._content else os.pread(self._open(), size, at)
 
     def _open(self) -> int:
         if self._descriptor < 0:
@@ -150,20 +167,26 @@ class ShardFile:
         return self._descriptor
 
     def _look(self) -> None:
-        self.bytes = os.fstat(self._open()).st_size
-        tail = os.pread(self._descriptor, _TAIL, max(0, self.bytes - _TAIL))
+        self.bytes = self.bytes if self._content else os.fstat(self._open()).st_size
+        last = self._part(*self.end_of(self.path, self.bytes)[1:])
+
+        def part(at: int, size: int) -> bytes:
+            begin = at - (self.bytes - len(last))
+            return last[begin : begin + size] if begin >= 0 else self._part(at, size)
+
+        tail = part(max(0, self.bytes - _TAIL), _TAIL)
         said = int.from_bytes(tail[:8], "little")
         if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
             raise ValueError("it does not end as a shard does")
         self.checksum = tail[8:40].hex()
-        self.facts: dict[str, Any] = json.loads(os.pread(self._descriptor, said, self.bytes - _TAIL - said))
+        self.facts: dict[str, Any] = json.loads(part(self.bytes - _TAIL - said, said))
         self.packs = int(self.facts["packs"])
         self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1) - 4 * self.packs
         if self.packs < 0 or self._table_at < 0:
             raise ValueError(f"a table of {self.packs} packs does not fit into it")
-        table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
+        table = part(self._table_at, 8 * (self.packs + 1))
         self._places = np.frombuffer(table, dtype="<i8")
-        sums = os.pread(self._descriptor, 4 * self.packs, self._table_at + len(table))
+        sums = part(self._table_at + len(table), 4 * self.packs)
         self._sums = np.frombuffer(sums, dtype="<u4")
         if (
             len(self._sums) != self.packs
@@ -173,27 +196,32 @@ class ShardFile:
         ):
             raise ValueError("its table of packs is damaged")
 
+    def place(self, number: int) -> tuple[Path, int, int]:
+        """Where a record lies: the file, its first byte and its bytes."""
+        return self.path, int(self._places[number]), int(self._places[number + 1] - self._places[number])
+
     def record(self, number: int) -> memoryview:
         """The bytes of a record, in memory that may be written to without effect on the file. Raises UserError: the
         file became shorter meanwhile, or cannot be read; DamagedBytes: it holds other bytes than were written."""
-        begin, end = int(self._places[number]), int(self._places[number + 1])
-
-        def read() -> memoryview:
-            left = buffer = memoryview(np.empty(end - begin, np.uint8))  # a mapping's page may end the process (SIGBUS)
-            while left and (some := os.preadv(self._open(), [left], end - len(left))):
-                left = left[some:]
-            if left:
-                raise ValueError("it ends early")
-            return buffer
-
+        _, begin, size = self.place(number)
         try:
-            record = read_again(self.path, read, self.close)
+            record = self._tried(lambda: self._buffer(begin, size))
+            if len(record) < size:
+                raise ValueError("it ends early")
         except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
-            raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
+            raise UserError(f"{self.name} cannot be read ({said}); put it back as it was") from error
         if zlib.crc32(record[:CHECKED]) != self._sums[number]:
             raise DamagedBytes("its bytes are not those that were written")
         return record
+
+    def _buffer(self, begin: int, size: int) -> memoryview:
+        if self._content:
+            return memoryview(bytearray(self._content(self.path, begin, size)))
+        left = buffer = memoryview(np.empty(size, np.uint8))  # a mapping's page may end the process (SIGBUS)
+        while left and (some := os.preadv(self._open(), [left], begin + size - len(left))):
+            left = left[some:]
+        return buffer[: size - len(left)]
 
     def digest(self) -> str:
         """The checksum of what the file holds now; that of a whole shard is `checksum`."""

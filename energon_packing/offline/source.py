@@ -4,18 +4,22 @@ from the index that Energon keeps, and the bytes there.
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import os.path
+import queue
 import re
 import sqlite3
 import tempfile
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 from megatron.energon import CrudeSample
@@ -41,6 +45,14 @@ MOST_OPEN = 128  # open tars of one process. Opening one costs some microseconds
 MOST_EXPECTED, MOST_BYTES = 4096, 1 << 28
 """Files, and their bytes, that the kernel is told to read before they are asked for."""
 _NEAR = 1 << 16  # bytes between two pieces that count as following each other
+THREADS = 16  # requests to object stores that one process has under way
+PACKS_AHEAD, MOST_AHEAD = 8, 1 << 26
+"""Packs for which a process reads ahead from object stores, the next one included; and the bytes that it holds for
+them, but for one piece."""
+GAP = 1 << 18
+"""Bytes between two ranges that are read in one request: at 100 MB/s a twelfth of the 30 ms that one more takes."""
+Place = tuple[Path, int, int]
+"""A file, and the first byte and the bytes of a range in it."""
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -52,18 +64,133 @@ def inside(root: Path, name: str) -> Path:
     return root / name
 
 
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A range of a file that is read in one request."""
+
+    owner: Any  # the pack that needs it
+    address: str
+    start: int
+    stop: int
+    left: int  # bytes of it that are still to be handed out
+    future: "Future[bytes] | None" = None  # none yet while too many bytes are held
+
+
 class _RemotePieces:
-    """Reads pieces of files in object stores; ahead where pieces follow each other, as those of records do. A store
-    answers in milliseconds, whether it is asked for a record or for a thousand."""
+    """Reads pieces of files in object stores: a store answers in milliseconds, whether it is asked for a record or for
+    a thousand. What is said before it is asked for is read by threads, neighbours in one request; what comes of that
+    with an error is read again when it is asked for. Without that, pieces that follow each other are read ahead."""
 
     def __init__(self) -> None:
         self._address = ""
         self._start = 0
         self._ahead = b""
         self._end = -1  # of the piece before
+        self.process, self.held = os.getpid(), 0
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._waiting: deque[_Piece] = deque()
+        self._looks: dict[tuple[Path, Any], Future[Any]] = {}
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = 0
+
+    def __del__(self) -> None:
+        for _ in range(self._threads):
+            self._work.put(None)
+
+    def start(self, owner: Any, places: Iterable[Place]) -> None:
+        """Reads ranges for `owner`, those that are not under way. Each is handed out once; name it twice for two."""
+        made: list[_Piece] = []
+        for path, begin, size in sorted(places):
+            end, address = begin + size, remote_address(path)
+            if address is None or size <= 0 or self._find(address, begin) is not None:
+                continue
+            last = made[-1] if made and made[-1].address == address else None
+            if last and begin - last.stop <= GAP and max(end, last.stop) - last.start <= PIECE_BYTES:
+                last.stop, last.left = max(end, last.stop), last.left + size
+            else:
+                edges = [*range(begin, end, PIECE_BYTES), end]
+                made += (_Piece(owner, address, *edge, edge[1] - edge[0]) for edge in itertools.pairwise(edges))
+        for piece in made:
+            self._pieces.setdefault(piece.address, []).append(piece)
+        self._waiting += made
+        self._fill()
+
+    def ready(self, owner: Any) -> bool:
+        """Whether all that `start` reads for `owner` is there."""
+        own = (piece.future for some in self._pieces.values() for piece in some if piece.owner == owner)
+        return all(future and future.done() and not future.exception() for future in own)
+
+    def keep(self, owners: Container[Any]) -> None:
+        """Forgets what was read for others."""
+        for piece in [each for some in self._pieces.values() for each in some if each.owner not in owners]:
+            self._drop(piece)
+
+    def look(self, path: Path, look: Callable[[Path], Any]) -> None:
+        """Asks for what `looked` will return."""
+        if remote_address(path) is not None and (path, look) not in self._looks:
+            self._looks[path, look] = self._submit(functools.partial(look, path))
+
+    def looked[Found](self, path: Path, look: Callable[[Path], Found]) -> Found:
+        """What `look` says of a file. Raises as it."""
+        if (future := self._looks.pop((path, look), None)) is not None:
+            with contextlib.suppress(Exception):
+                return cast(Found, future.result())
+        return read_again(path, functools.partial(look, path))
 
     def read(self, address: str, offset: int, size: int) -> bytes:
         """As many of these bytes as there are. Raises OSError: they cannot be read."""
+        parts = []
+        while size > 0 and (piece := self._find(address, offset)) is not None:
+            content = self._content(piece)[offset - piece.start :][:size]
+            piece.left -= len(content)
+            if piece.left <= 0 or not content:
+                self._drop(piece)
+            parts.append(content)
+            offset, size = offset + len(content), size - len(content)
+        return b"".join(parts if size <= 0 else [*parts, self._read_now(address, offset, size)])
+
+    def _content(self, piece: _Piece) -> bytes:
+        """Nothing if it did not come whole."""
+        if piece.future is None:
+            self._waiting.remove(piece)
+            self._begin(piece)
+        try:
+            content = cast("Future[bytes]", piece.future).result()
+        except Exception:
+            return b""
+        return content if len(content) == piece.stop - piece.start else b""
+
+    def _find(self, address: str, offset: int) -> _Piece | None:
+        return next((each for each in self._pieces.get(address, ()) if each.start <= offset < each.stop), None)
+
+    def _begin(self, piece: _Piece) -> None:
+        size = piece.stop - piece.start
+        piece.future, self.held = self._submit(lambda: read_range(piece.address, piece.start, size)), self.held + size
+
+    def _fill(self) -> None:
+        while self._waiting and self.held + self._waiting[0].stop - self._waiting[0].start <= MOST_AHEAD:
+            self._begin(self._waiting.popleft())
+
+    def _drop(self, piece: _Piece) -> None:
+        self._pieces[piece.address].remove(piece)
+        if not self._pieces[piece.address]:
+            del self._pieces[piece.address]
+        if piece.future is None:
+            self._waiting.remove(piece)
+        else:
+            piece.future.cancel()
+            self.held -= piece.stop - piece.start
+        self._fill()
+
+    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self._work.put((future, work))
+        if self._threads < THREADS:  # daemons: a worker that ends does not wait for a store
+            self._threads += 1
+            threading.Thread(target=_serve, args=(self._work,), name="read ahead", daemon=True).start()
+        return future
+
+    def _read_now(self, address: str, offset: int, size: int) -> bytes:
         follows = address == self._address and 0 <= offset - self._end <= _NEAR
         start = offset - self._start
         if address != self._address or start < 0 or start + size > len(self._ahead):
@@ -73,14 +200,31 @@ class _RemotePieces:
         return self._ahead[start : start + size]
 
 
+def _serve(work: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
+    while (task := work.get()) is not None:
+        future, do = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(do())
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class TarFiles:
     """Open tars, the least recently used closed first; of tars in object stores, pieces are read
-    (`energon_packing.remote_files`). Not for several threads; a fork has descriptors of its own."""
+    (`energon_packing.remote_files`). Not for several threads; a fork has descriptors and threads of its own."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._remote = _RemotePieces()
-        self.expected: deque[tuple[Path, int, int]] = deque(maxlen=MOST_EXPECTED)
+        self.expected: deque[Place] = deque(maxlen=MOST_EXPECTED)
+
+    @property
+    def remote(self) -> _RemotePieces:
+        """The pieces of files in object stores."""
+        if self._remote.process != os.getpid():  # whose threads are not in this fork
+            self._remote = _RemotePieces()
+        return self._remote
 
     def __del__(self) -> None:
         for descriptor in self._open.values():
@@ -89,22 +233,26 @@ class TarFiles:
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """Returns `size` bytes of `path` from byte `offset` on. Raises UserError: the file is missing, unreadable, or
         ends before that."""
-        address = remote_address(path)
         try:
-            if address is not None:
-                content = self._remote.read(address, offset, size)
-            else:
-                content = read_again(path, lambda: self._some(path, offset, size), lambda: self._forget(path))
+            content = self.content(path, offset, size)
         except OSError as error:
             raise UserError(f"{shown(path)} cannot be read: {error.strerror or error}; put the shard back") from error
         if len(content) != size:
             raise UserError(f"{shown(path)} ends before byte {offset + size}; the shard changed since it was measured")
         return content
 
+    def content(self, path: Path, offset: int, size: int) -> bytes:
+        """As many of these bytes as there are. Raises OSError: they cannot be read."""
+        if (address := remote_address(path)) is not None:
+            return self.remote.read(address, offset, size)
+        return read_again(path, lambda: self._some(path, offset, size), lambda: self._forget(path))
+
     def expect(self) -> None:
-        """Lets the kernel read what is `expected`, places of media, in the order of the files, several at a time."""
+        """Lets the kernel, or threads, read what is `expected`, places of media, in the order of the files, several at
+        a time."""
         some, room = sorted(self.expected), MOST_BYTES
         self.expected.clear()
+        self.remote.start(None, some)
         for path, offset, size in some:
             if size <= room and remote_address(path) is None:
                 room -= size

@@ -12,7 +12,7 @@ Nothing in the files depends on when, where or by how many processes they were w
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from energon_packing.offline.loader import PlannedLoader, loader_of
 from energon_packing.offline.packs import Passes, PositionedPacks, check_media, media_places
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile, from_bytes
-from energon_packing.offline.source import Place, PositionedMedia, ShardIndex, TarFiles, inside
+from energon_packing.offline.source import Place, PositionedMedia, ShardIndex, TarFiles
 from energon_packing.remote_files import PIECE_BYTES, remote_address, shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
@@ -181,15 +181,13 @@ class StoredPacks[Record](PositionedPacks):
             return
         yield [place, place]  # read here, too
         values, _ = from_bytes(shard.record(number - int(self._firsts[at])))
-        places = []
-        for sample in values.get("samples") or values["clips"]:
-            media = [MediaFile(**each) for each in sample.get("files", ())]
-            dataset, compared = sample["dataset"], self._compared.setdefault(sample["dataset"], set())
-            named = [each for each in media if each.shard >= 0]
-            places += media_places(self._packed.plan.facts.datasets[dataset], named, compared, self._files)
-            copied = media_path(self._packed.directory, at)
-            places += [(copied, each.offset, each.size) for each in media if each.shard < 0]
-        yield places
+        samples = values.get("samples") or values["clips"]
+        media = ((each["dataset"], [MediaFile(**file) for file in each.get("files", ())]) for each in samples)
+        yield [place for of in media for place in self._places(*of, number).values()]
+
+    def _places(self, dataset: int, media: Iterable[MediaFile], number: int) -> dict[str, Place]:
+        copied, known = media_path(self._packed.directory, self._shard_of(number)), self._packed.plan.facts.datasets
+        return media_places(known[dataset], media, self._compared.setdefault(dataset, set()), self._files, copied)
 
     def _shard_of(self, number: int) -> int:
         return int(np.searchsorted(self._firsts, number, side="right")) - 1
@@ -225,7 +223,6 @@ class StoredPacks[Record](PositionedPacks):
     def _media(self, sample: Any, number: int) -> PositionedMedia:
         dataset = self._packed.plan.facts.datasets[sample.dataset]
         root = Path(dataset.media_root)
-        copied = media_path(self._packed.directory, self._shard_of(number))
         first = any(file.shard >= 0 for file in sample.files) and not self._compared.get(sample.dataset)
         if first and ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
             raise UserError(
@@ -233,9 +230,7 @@ class StoredPacks[Record](PositionedPacks):
                 "another index); bring it back as it was, or measure, plan and pack again"
             )
         check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()), self._files)
-        tars = [copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]) for file in sample.files]
-        places = zip(sample.files, tars, strict=True)
-        return PositionedMedia(self._files, {file.name: (tar, file.offset, file.size) for file, tar in places})
+        return PositionedMedia(self._files, self._places(sample.dataset, sample.files, number))
 
     def _subflavors(self, dataset: int) -> dict[str, Any]:
         return dict(self._packed.plan.facts.datasets[dataset].subflavors)

@@ -191,15 +191,16 @@ REMEDY = "bring the data set back as it was, or run 'energon-packing measure' an
 
 
 def media_places(
-    dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles
-) -> list[Place]:
-    """Where media lie in the shards of a data set, at which, unless `compared` has them, is looked ahead."""
-    found = []
+    dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles, copied: Path = Path()
+) -> dict[str, Place]:
+    """Name of each of some media -> where it is: in a shard of the data set, at which, unless `compared` has it, is
+    looked ahead; or in the file of those that were copied."""
+    found = {}
     for each in media:
-        path = inside(Path(dataset.media_root), dataset.media_shards[each.shard])
+        path = copied if each.shard < 0 else inside(Path(dataset.media_root), dataset.media_shards[each.shard])
         if each.shard not in compared and "".join(dataset.media_states[each.shard : each.shard + 1]):
             files.remote.look(path, media_state)
-        found.append((path, each.offset, each.size))
+        found[each.name] = path, each.offset, each.size
     return found
 
 
@@ -235,8 +236,10 @@ class PlannedSource:
         path = inside(self._root, self._dataset.shards[planned.shard].name)
         if planned.shard not in self._compared:
             self._files.remote.look(path, shard_status)
-        media = media_places(self._dataset, planned.media, self._media_compared, self._files)
-        return [(path, planned.offset, planned.size), *media]
+        return [(path, planned.offset, planned.size), *self._media_places(planned).values()]
+
+    def _media_places(self, planned: PlannedSample) -> dict[str, Place]:
+        return media_places(self._dataset, planned.media, self._media_compared, self._files)
 
     def sample(self, planned: PlannedSample) -> Any:
         """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
@@ -255,11 +258,9 @@ class PlannedSource:
                 )
         check_media(self._dataset, planned.media, self._media_compared, self._files)
         record = self._files.read(path, planned.offset, planned.size)
-        media = {
-            each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
-            for each in planned.media
-        }
-        store = PositionedMedia(self._files, media, functools.partial(self._metadata, planned.key))
+        store = PositionedMedia(
+            self._files, self._media_places(planned), functools.partial(self._metadata, planned.key)
+        )
         return self._part.sample(planned.key, record, store)
 
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:

@@ -8,16 +8,15 @@ import itertools
 import json
 import os
 import os.path
-import queue
 import re
 import sqlite3
 import tempfile
-import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote
@@ -47,8 +46,8 @@ MOST_EXPECTED, MOST_BYTES = 4096, 1 << 28
 _NEAR = 1 << 16  # bytes between two pieces that count as following each other
 THREADS = 16  # requests to object stores that one process has under way
 PACKS_AHEAD, MOST_AHEAD = 8, 1 << 26
-"""Packs for which a process reads ahead from object stores, the next one included; and the bytes that it holds for
-them, but for one piece."""
+"""Packs for which a process reads ahead from object stores, with the next one; it begins none while it holds that many
+bytes for others."""
 GAP = 1 << 18
 """Bytes between two ranges that are read in one request: at 100 MB/s a twelfth of the 30 ms that one more takes."""
 Place = tuple[Path, int, int]
@@ -66,20 +65,20 @@ def inside(root: Path, name: str) -> Path:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A range of a file that is read in one request."""
+    """A range of a file that is read in one request for a pack, the `owner`; `left` bytes are still to be handed out."""
 
-    owner: Any  # the pack that needs it
+    owner: Any
     address: str
     start: int
     stop: int
-    left: int  # bytes of it that are still to be handed out
-    future: "Future[bytes] | None" = None  # none yet while too many bytes are held
+    left: int
+    future: "Future[bytes]"
 
 
 class _RemotePieces:
-    """Reads pieces of files in object stores: a store answers in milliseconds, whether it is asked for a record or for
-    a thousand. What is said before it is asked for is read by threads, neighbours in one request; what comes of that
-    with an error is read again when it is asked for. Without that, pieces that follow each other are read ahead."""
+    """Reads pieces of files in object stores, where a thousand records take no longer than one: what is announced, by
+    threads and neighbours in one request; else more than is asked for, where pieces follow each other. What fails in
+    a thread is read once more when it is asked for, and fails there."""
 
     def __init__(self) -> None:
         self._address = ""
@@ -87,38 +86,34 @@ class _RemotePieces:
         self._ahead = b""
         self._end = -1  # of the piece before
         self.process, self.held = os.getpid(), 0
-        self._pieces: dict[str, list[_Piece]] = {}
-        self._waiting: deque[_Piece] = deque()
+        self._pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
         self._looks: dict[tuple[Path, Any], Future[Any]] = {}
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads = 0
-
-    def __del__(self) -> None:
-        for _ in range(self._threads):
-            self._work.put(None)
+        self._pool = ThreadPoolExecutor(THREADS)
+        # Also where a worker ends, which would wait for the store.
+        Finalize(self, self._pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=0)
 
     def start(self, owner: Any, places: Iterable[Place]) -> None:
         """Reads ranges for `owner`, those that are not under way. Each is handed out once; name it twice for two."""
-        made: list[_Piece] = []
+        joined: list[tuple[str, int, int, int]] = []
         for path, begin, size in sorted(places):
-            end, address = begin + size, remote_address(path)
-            if address is None or size <= 0 or self._find(address, begin) is not None:
+            if (address := remote_address(path)) is None or size <= 0 or self._find(address, begin):
                 continue
-            last = made[-1] if made and made[-1].address == address else None
-            if last and begin - last.stop <= GAP and max(end, last.stop) - last.start <= PIECE_BYTES:
-                last.stop, last.left = max(end, last.stop), last.left + size
+            other, first, stop, left = joined[-1] if joined else ("", 0, 0, 0)
+            end = max(stop, begin + size)
+            if address == other and begin - stop <= GAP and end - first <= PIECE_BYTES:
+                joined[-1] = address, first, end, left + size
             else:
-                edges = [*range(begin, end, PIECE_BYTES), end]
-                made += (_Piece(owner, address, *edge, edge[1] - edge[0]) for edge in itertools.pairwise(edges))
-        for piece in made:
-            self._pieces.setdefault(piece.address, []).append(piece)
-        self._waiting += made
-        self._fill()
+                edges = itertools.pairwise([*range(begin, begin + size, PIECE_BYTES), begin + size])
+                joined += ((address, *edge, edge[1] - edge[0]) for edge in edges)
+        for address, first, stop, left in joined:
+            future = self._pool.submit(read_range, address, first, stop - first)
+            self._pieces[address].append(_Piece(owner, address, first, stop, left, future))
+            self.held += stop - first
 
     def ready(self, owner: Any) -> bool:
         """Whether all that `start` reads for `owner` is there."""
         own = (piece.future for some in self._pieces.values() for piece in some if piece.owner == owner)
-        return all(future and future.done() and not future.exception() for future in own)
+        return all(future.done() and not future.exception() for future in own)
 
     def keep(self, owners: Container[Any]) -> None:
         """Forgets what was read for others."""
@@ -128,67 +123,36 @@ class _RemotePieces:
     def look(self, path: Path, look: Callable[[Path], Any]) -> None:
         """Asks for what `looked` will return."""
         if remote_address(path) is not None and (path, look) not in self._looks:
-            self._looks[path, look] = self._submit(functools.partial(look, path))
+            self._looks[path, look] = self._pool.submit(look, path)
 
     def looked[Found](self, path: Path, look: Callable[[Path], Found]) -> Found:
         """What `look` says of a file. Raises as it."""
-        if (future := self._looks.pop((path, look), None)) is not None:
-            with contextlib.suppress(Exception):
-                return cast(Found, future.result())
+        with contextlib.suppress(Exception):  # also where nobody asked
+            return cast(Found, self._looks.pop((path, look)).result())
         return read_again(path, functools.partial(look, path))
 
     def read(self, address: str, offset: int, size: int) -> bytes:
         """As many of these bytes as there are. Raises OSError: they cannot be read."""
         parts = []
-        while size > 0 and (piece := self._find(address, offset)) is not None:
-            content = self._content(piece)[offset - piece.start :][:size]
-            piece.left -= len(content)
-            if piece.left <= 0 or not content:
+        while size > 0 and (piece := self._find(address, offset)):
+            part = b""
+            with contextlib.suppress(Exception):
+                if len(content := piece.future.result()) == piece.stop - piece.start:
+                    part = content[offset - piece.start :][:size]
+            piece.left -= len(part)
+            if piece.left <= 0 or not part:
                 self._drop(piece)
-            parts.append(content)
-            offset, size = offset + len(content), size - len(content)
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
         return b"".join(parts if size <= 0 else [*parts, self._read_now(address, offset, size)])
-
-    def _content(self, piece: _Piece) -> bytes:
-        """Nothing if it did not come whole."""
-        if piece.future is None:
-            self._waiting.remove(piece)
-            self._begin(piece)
-        try:
-            content = cast("Future[bytes]", piece.future).result()
-        except Exception:
-            return b""
-        return content if len(content) == piece.stop - piece.start else b""
 
     def _find(self, address: str, offset: int) -> _Piece | None:
         return next((each for each in self._pieces.get(address, ()) if each.start <= offset < each.stop), None)
 
-    def _begin(self, piece: _Piece) -> None:
-        size = piece.stop - piece.start
-        piece.future, self.held = self._submit(lambda: read_range(piece.address, piece.start, size)), self.held + size
-
-    def _fill(self) -> None:
-        while self._waiting and self.held + self._waiting[0].stop - self._waiting[0].start <= MOST_AHEAD:
-            self._begin(self._waiting.popleft())
-
     def _drop(self, piece: _Piece) -> None:
         self._pieces[piece.address].remove(piece)
-        if not self._pieces[piece.address]:
-            del self._pieces[piece.address]
-        if piece.future is None:
-            self._waiting.remove(piece)
-        else:
-            piece.future.cancel()
-            self.held -= piece.stop - piece.start
-        self._fill()
-
-    def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        self._work.put((future, work))
-        if self._threads < THREADS:  # daemons: a worker that ends does not wait for a store
-            self._threads += 1
-            threading.Thread(target=_serve, args=(self._work,), name="read ahead", daemon=True).start()
-        return future
+        piece.future.cancel()
+        self.held -= piece.stop - piece.start
 
     def _read_now(self, address: str, offset: int, size: int) -> bytes:
         follows = address == self._address and 0 <= offset - self._end <= _NEAR
@@ -198,16 +162,6 @@ class _RemotePieces:
             self._address, self._start, start = address, offset, 0
         self._end = offset + size
         return self._ahead[start : start + size]
-
-
-def _serve(work: "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]") -> None:
-    while (task := work.get()) is not None:
-        future, do = task
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(do())
-            except BaseException as error:
-                future.set_exception(error)
 
 
 class TarFiles:

@@ -28,15 +28,7 @@ from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.offline.shared_work import WorkersConfig
-from energon_packing.offline.source import (
-    PACKS_AHEAD,
-    Place,
-    PositionedMedia,
-    ShardIndex,
-    SourcePart,
-    TarFiles,
-    inside,
-)
+from energon_packing.offline.source import PACKS_AHEAD, Place, PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import squares_of
 from energon_packing.remote_files import remote_address, shown
@@ -98,8 +90,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         self._ledger: Ledger | None = None
         self._worker: int | None = None
         self._run, self.shares = uuid.uuid4().hex[:12], Shares()
-        self._files = TarFiles()
-        self._coming: dict[Any, Iterator[list[Place]]] = {}
+        self._coming: dict[Any, tuple[Iterator[list[Place]], list[Place]]] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -114,15 +105,16 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         return any(remote_address(each) is not None for each in self.roots())
 
     def expect(self, indexes: Sequence[Any]) -> None:
-        """Reads ahead from object stores for the packs that this process is asked for next, at most `MOST_AHEAD` bytes;
-        forgets what others would have needed."""
+        """Reads ahead for the packs that this process is asked for next, and forgets what was read for others."""
         self._opened()
-        self._coming = {each: self._coming.get(each) or self._stages(each) for each in indexes}
-        self._files.remote.keep(self._coming)
-        for index, stages in self._coming.items():
+        remote = self._files.remote
+        self._coming = {index: self._coming.get(index) or (self._stages(index), []) for index in indexes}
+        remote.keep(self._coming)
+        for index, (stages, places) in self._coming.items():
             with contextlib.suppress(Exception):  # the pack itself tells
-                while self._files.remote.ready(index) and (places := next(stages, None)) is not None:
-                    self._files.remote.start(index, places)
+                while remote.ready(places) and (more := next(stages, None)) is not None:
+                    remote.start(index, places := more)
+            self._coming[index] = stages, places
 
     def _stages(self, index: Any) -> Iterator[list[Place]]:
         """What the pack at an index is read from; each stage is asked for when the one before it is there."""
@@ -131,6 +123,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
     @abstractmethod
     def _open(self) -> None:
         """Opens files, in the process that reads them."""
+        self._files = TarFiles()
 
     @abstractmethod
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
@@ -192,15 +185,14 @@ REMEDY = "bring the data set back as it was, or run 'energon-packing measure' an
 
 def media_places(
     dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles, copied: Path = Path()
-) -> dict[str, Place]:
-    """Name of each of some media -> where it is: in a shard of the data set, at which, unless `compared` has it, is
-    looked ahead; or in the file of those that were copied."""
-    found = {}
+) -> list[Place]:
+    """Where media are: in shards of the data set, at which, unless `compared` has them, is looked ahead; or copied."""
+    found = []
     for each in media:
         path = copied if each.shard < 0 else inside(Path(dataset.media_root), dataset.media_shards[each.shard])
         if each.shard not in compared and "".join(dataset.media_states[each.shard : each.shard + 1]):
             files.remote.look(path, media_state)
-        found[each.name] = path, each.offset, each.size
+        found.append((path, each.offset, each.size))
     return found
 
 
@@ -232,14 +224,12 @@ class PlannedSource:
         self._media_index: ShardIndex | None = None
 
     def places(self, planned: PlannedSample) -> list[Place]:
-        """What `sample` and rendering it read; at shards that were not compared, it is looked ahead."""
+        """Of the record and the media of a sample; at shards that were not compared, it is looked ahead."""
         path = inside(self._root, self._dataset.shards[planned.shard].name)
         if planned.shard not in self._compared:
             self._files.remote.look(path, shard_status)
-        return [(path, planned.offset, planned.size), *self._media_places(planned).values()]
-
-    def _media_places(self, planned: PlannedSample) -> dict[str, Place]:
-        return media_places(self._dataset, planned.media, self._media_compared, self._files)
+        media = media_places(self._dataset, planned.media, self._media_compared, self._files)
+        return [(path, planned.offset, planned.size), *media]
 
     def sample(self, planned: PlannedSample) -> Any:
         """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
@@ -257,11 +247,10 @@ class PlannedSource:
                     f"index); {REMEDY}"
                 )
         check_media(self._dataset, planned.media, self._media_compared, self._files)
-        record = self._files.read(path, planned.offset, planned.size)
-        store = PositionedMedia(
-            self._files, self._media_places(planned), functools.partial(self._metadata, planned.key)
-        )
-        return self._part.sample(planned.key, record, store)
+        record, *media = self.places(planned)
+        places = dict(zip((each.name for each in planned.media), media, strict=True))
+        store = PositionedMedia(self._files, places, functools.partial(self._metadata, planned.key))
+        return self._part.sample(planned.key, self._files.read(*record), store)
 
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         """The time of the last change is left out: a copy of a data set is as good."""
@@ -301,13 +290,10 @@ class PlannedPacks(PositionedPacks):
         return self._plan.facts.roots(records=True)
 
     def _open(self) -> None:
-        self._files = TarFiles()
+        super()._open()
         self._sources = [PlannedSource(each, self._files) for each in self._plan.facts.datasets]
-        self._samples_of = functools.lru_cache(maxsize=PACKS_AHEAD + 1)(self._planned)
-
-    def _planned(self, number: int) -> tuple[PlannedSample, ...]:
-        (planned,) = self._plan.packs(number, number + 1)
-        return planned.samples
+        read = functools.lru_cache(maxsize=PACKS_AHEAD)
+        self._samples_of = read(lambda number: self._plan.packs(number, number + 1)[0].samples)
 
     def _stages(self, index: Any) -> Iterator[list[Place]]:
         number = self.number(index)

@@ -65,13 +65,13 @@ def inside(root: Path, name: str) -> Path:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """A range of a file that is read in one request for a pack, the `owner`; `left` bytes are still to be handed out."""
+    """A range of a file that is read in one request."""
 
-    owner: Any
+    owner: Any  # pack that needs it
     address: str
     start: int
     stop: int
-    left: int
+    left: int  # bytes that are still to be handed out
     future: "Future[bytes]"
 
 
@@ -88,9 +88,13 @@ class _RemotePieces:
         self.process, self.held = os.getpid(), 0
         self._pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
         self._looks: dict[tuple[Path, Any], Future[Any]] = {}
-        self._pool = ThreadPoolExecutor(THREADS)
-        # Also where a worker ends, which would wait for the store.
-        Finalize(self, self._pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=0)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        pool = ThreadPoolExecutor(THREADS)
+        # Also where a worker ends, which would wait for all that it asked the store for.
+        Finalize(self, pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=0)
+        return pool
 
     def start(self, owner: Any, places: Iterable[Place]) -> None:
         """Reads ranges for `owner`, those that are not under way. Each is handed out once; name it twice for two."""
@@ -110,10 +114,11 @@ class _RemotePieces:
             self._pieces[address].append(_Piece(owner, address, first, stop, left, future))
             self.held += stop - first
 
-    def ready(self, owner: Any) -> bool:
-        """Whether all that `start` reads for `owner` is there."""
-        own = (piece.future for some in self._pieces.values() for piece in some if piece.owner == owner)
-        return all(future.done() and not future.exception() for future in own)
+    def ready(self, places: Iterable[Place]) -> bool:
+        """Whether these ranges have been read, and more may be."""
+        pieces = [self._find(address, at) for path, at, _ in places if (address := remote_address(path))]
+        done = all(each is None or (each.future.done() and not each.future.exception()) for each in pieces)
+        return done and self.held < MOST_AHEAD
 
     def keep(self, owners: Container[Any]) -> None:
         """Forgets what was read for others."""

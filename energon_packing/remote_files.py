@@ -6,8 +6,10 @@ Paths of the command line are ``pathlib.Path``, which makes one slash of two: `r
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.util
+import io
 import os
 import posixpath
 import re
@@ -22,6 +24,9 @@ from typing import Any
 from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20  # read at once
+TAIL_BYTES = (
+    1 << 18
+)  # read when a file is opened: all of a small one, and what says where the rest of a Parquet file is
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
 _USER = re.compile(r"://[^/?#\s]*@")
@@ -51,28 +56,31 @@ def without_secrets(text: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as the user wrote it: the address, or the path itself."""
-    return remote_address(path) or str(path)
+    """A path as the user wrote it: the address, without a password, or the path itself."""
+    address = remote_address(path)
+    return str(path) if address is None else _USER.sub("://...@", address)
 
 
-def check_remote(what: str, path: Path, instead: str) -> None:
-    """Refuses an address, which the option ``what`` named, if it cannot be read or written here. Raises `ConfigError`:
-    it is of another kind, or needs a package that is not installed; ``instead`` is what the user can do without it."""
+def absolute(path: Path) -> Path:
+    """A path whatever directory is the current one; an address stays as it is."""
+    return path if remote_address(path) else path.absolute()
+
+
+def check_remote(what: str, path: str | Path) -> None:
+    """Refuses an address, which ``what`` (an option or argument) named, if it cannot be read or written here. Raises
+    `ConfigError`: it is of another kind, has a password in it, which files would repeat, or needs a package that is not
+    installed."""
     if (address := remote_address(path)) is None:
         return
+    instead = "mount the storage, or copy the files with its own tool, and name the local path"
+    if _USER.search(address):
+        why = "has a name or password in it, which belong into the configuration of multi-storage-client"
+        raise ConfigError(f"{what} {shown(path)} {why}")
     if address.partition(":")[0] not in _OURS:
         raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
         needs = "which needs the package multi-storage-client; run pip install '.[remote]' in the checkout"
         raise ConfigError(f"{what} {address} is a remote address, {needs}, or {instead}")
-
-
-def check_local(what: str, path: str | Path) -> None:
-    """Refuses an address, which ``what`` (an option or argument) named, where only a path of this machine will do.
-    Raises `ConfigError`: it is an address."""
-    if (address := remote_address(path)) is not None:
-        here = "it must be on this machine: mount the storage, or copy the files with its own tool"
-        raise ConfigError(f"{what} {address} is a remote address; {here}")
 
 
 def private_directory() -> Path:
@@ -91,7 +99,7 @@ def status(address: str) -> RemoteFile | None:
     """What the store says about a file; None if there is no such file. Here as below, a `UserError` says that the store
     cannot be used, and an ``OSError`` that it does not answer, or that a file is not there or cannot be read."""
     with contextlib.suppress(FileNotFoundError):
-        there = _ask(address, lambda client, path: client.info(path))
+        there = _ask(address, lambda client, path: client.info(path, strict=False))
         return _described(there) if there.type == "file" else None
     return None
 
@@ -99,8 +107,34 @@ def status(address: str) -> RemoteFile | None:
 def present(address: str) -> RemoteFile:
     """As `status`; a ``FileNotFoundError`` if there is no such file."""
     if (file := status(address)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+        raise FileNotFoundError(errno.ENOENT, f"there is no {address}")
     return file
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file, here or in a store. Raises UserError: nobody can say."""
+    if (address := remote_address(path)) is None:
+        return read_again(path, path.is_file)
+    with said_of_system(f"{address} cannot be looked at"):
+        return status(address) is not None
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, unless it is there. Raises OSError: it cannot be made. A store has none."""
+    if not remote_address(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file, here or in a store. Raises OSError: it is missing, or cannot be looked at."""
+    address = remote_address(path)
+    return read_again(path, path.stat).st_size if address is None else present(address).size
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Opens a file to read, one in a store in pieces. Raises OSError: it is missing, or cannot be read."""
+    address = remote_address(path)
+    return path.open("rb") if address is None else io.BufferedReader(RemoteReader(address), PIECE_BYTES)
 
 
 def listed(address: str) -> list[tuple[str, RemoteFile]]:
@@ -137,18 +171,51 @@ def within(root: str, reference: str) -> str | None:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Bytes of a file; fewer at its end. An answer with fewer bytes of a file that has more is tried again."""
+    """Bytes of a file; fewer at its end. An answer with fewer bytes elsewhere is asked for again."""
     import multistorageclient.types
 
-    piece = multistorageclient.types.Range(offset=offset, size=size)
-
-    def ask(client: Any, path: str) -> bytes:
-        content: bytes = client.read(path, piece)
-        if len(content) != size and len(content) != client.info(path).content_length - offset:
-            raise OSError(errno.EIO, f"{len(content)} bytes came of the {size} from byte {offset} on", address)
+    def read(client: Any, path: str) -> bytes:
+        content = bytes(client.read(path, multistorageclient.types.Range(offset=offset, size=size)))
+        if len(content) < size and offset + len(content) < client.info(path).content_length:
+            raise OSError(errno.EIO, f"the store gave {len(content)} of {size} bytes", address)
         return content
 
-    return _ask(address, ask)
+    return _ask(address, read)
+
+
+class RemoteReader(io.RawIOBase):
+    """A file of a store, of a known size or not, that is read at any place, its last `TAIL_BYTES` when it is opened.
+    Raises OSError: it is not there, cannot be read, or became shorter."""
+
+    def __init__(self, address: str, size: int | None = None) -> None:
+        self._address, self._at = address, 0
+        self._size = present(address).size if size is None else size
+        self._tail_at = max(0, self._size - TAIL_BYTES)
+        self._tail = read_range(address, self._tail_at, self._size - self._tail_at) if self._size else b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin, end = self._at, max(self._at, min(self._at + len(buffer), self._size))
+        if begin < self._tail_at:
+            content = read_range(self._address, begin, end - begin) if begin < end else b""
+        else:
+            content = self._tail[begin - self._tail_at : end - self._tail_at]
+        if len(content) < end - begin:
+            raise OSError(errno.EIO, "the file became shorter while it was read", self._address)
+        buffer[: end - begin], self._at = content, end
+        return end - begin
 
 
 def read(address: str) -> bytes:
@@ -191,11 +258,39 @@ def local_copy(address: str, directory: Path, version: str = "") -> Path:
 
 
 def store(file: Path, address: str) -> None:
-    """Copies a file of this machine to a store (which shows an object when all of it is there), and reads it back.
-    Raises ``OSError``: it cannot be written, or what is stored differs."""
-    _ask(address, lambda client, path: client.upload_file(path, str(file)))
-    if digest(address) != file_digest(file):
+    """Copies a file of this machine to a store, which shows an object when all of it is there, and compares what is
+    stored: its size, and its MD5 where that is what the store tells (S3 without KMS, by parts too); else all of it is
+    read back. Raises ``OSError``: it cannot be written, or what is stored differs."""
+    try:
+        _ask(address, lambda client, path: client.upload_file(path, str(file)))
+    except FileNotFoundError as error:
+        why = "there is no such bucket; make it, or correct the address or its profile"
+        raise UserError(f"{address} cannot be written: {why}") from error
+    if not is_stored(file, address):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
+
+
+def is_stored(file: Path, address: str) -> bool:
+    """Whether a store has the content of a file of this machine. Raises OSError: it does not answer."""
+    if (there := status(address)) is None or there.size != (size := file.stat().st_size):
+        return False
+    return _has_md5(file, size, there.version) or digest(address) == file_digest(file)
+
+
+def _has_md5(file: Path, size: int, version: str) -> bool:
+    """Whether a version is the MD5 of a file, or that of the MD5s of its parts, which clients cut at whole MiB."""
+    whole, _, parts = version.partition("-")
+    md5 = functools.partial(hashlib.md5, usedforsecurity=False)
+    with file.open("rb") as stream:
+        if not parts.isdigit():
+            return hashlib.file_digest(stream, md5).hexdigest() == version
+        for part in (1 << at for at in range(20, 28)):
+            if -(-size // part) == int(parts):
+                stream.seek(0)
+                sums = (md5(some).digest() for some in iter(functools.partial(stream.read, part), b""))
+                if md5(b"".join(sums)).hexdigest() == whole:
+                    return True
+    return False
 
 
 def file_digest(file: Path) -> str:
@@ -212,6 +307,7 @@ def remove(address: str) -> None:
 
 def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
     """Calls the client of an address with its path in the store; what fails in passing is tried again."""
+    check_remote("the address", address)
     import multistorageclient
 
     def tried() -> Found:
@@ -219,7 +315,15 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             client, path = multistorageclient.resolve_storage_client(address)
         except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
             raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
-        return do(client, path)
+        try:
+            return do(client, path)
+        except Exception as error:
+            if not type(error).__module__.startswith("botocore"):  # of lists, which multistorageclient lets pass
+                raise
+            answer = getattr(error, "response", None) or {}
+            if answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) in (429, *range(500, 600)):
+                raise OSError(errno.EIO, str(error), address) from error
+            raise UserError(f"{address} cannot be used: {error}") from error
 
     return read_again(address, tried)
 

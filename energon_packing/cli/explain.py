@@ -10,6 +10,7 @@ from energon_packing.cli.options import PATH, config_options, json_option
 from energon_packing.cli.terminal import answer, cell, starting, table
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
+from energon_packing.remote_files import shown
 
 _EXAMPLES = """
 Examples:
@@ -37,7 +38,7 @@ def explain(
     pack it went to. Samples of the same key are all told, those of the run's split first. An index has its lengths, a
     plan its pack, place and neighbours, and a packed directory the shard too.
     """
-    starting(f"Looking for {key} in {path}", quiet=as_json)
+    starting(f"Looking for {key} in {shown(path)}", quiet=as_json)
     from energon_packing.offline.data_paths import is_index, is_packed, is_plan
     from energon_packing.report.sample_story import story_in_dataset, story_in_index, story_in_plan
 
@@ -46,8 +47,8 @@ def explain(
             raise UserError("An index or a plan needs no --config, --set or --ledger to be explained; leave them out.")
         events = (story_in_index if is_index(path) else story_in_plan)(key, path)
     else:
-        events = story_in_dataset(key, str(path), load_config(config_path, overrides), ledger=ledger)
-    told = {"key": key, "path": str(path), "events": [event._asdict() for event in events]}
+        events = story_in_dataset(key, shown(path), load_config(config_path, overrides), ledger=ledger)
+    told = {"key": key, "path": shown(path), "events": [event._asdict() for event in events]}
     answer(told, as_json, _show, ensure_ascii=False, indent=1)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from energon_packing.cli.options import PATH, executor_options, json_option, rank_options, split_option
 from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 from energon_packing.errors import refuse
+from energon_packing.remote_files import shown
 
 _EXAMPLES = """\b
 Examples:
@@ -52,7 +53,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         (datasets and (listed or prune), "--list and --prune are for the whole index; leave out DATASET."),
         (not config and not edits, "Give --config CFG, the YAML with `encoder`."),
     )
-    starting(f"Measuring {', '.join(map(str, datasets))}", quiet=as_json or bool(edits))
+    starting(f"Measuring {', '.join(map(shown, datasets))}", quiet=as_json or bool(edits))
     from energon_packing.offline import measure as measuring
     from energon_packing.offline.index import Index, frequent_drops, pair_counts
     from energon_packing.offline.source import kind_of_data
@@ -65,11 +66,11 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
     else:
         asked = measuring.MeasureConfig(paths=datasets, out=out, split=split, **given)
         run = KINDS.find(kind_of_data(datasets[0], split)).load_run(config)
-        with ShownProgress({"measure": "measuring"}, quiet=as_json) as shown:
-            report = measuring.measure(asked, run, shown)
+        with ShownProgress({"measure": "measuring"}, quiet=as_json) as progress:
+            report = measuring.measure(asked, run, progress)
     measured = () if report.index is None else report.index.datasets
     said: dict[str, Any] = {
-        "out": str(out),
+        "out": shown(out),
         "shards": {"measured": report.measured, "reused": report.reused, "missing": report.missing},
         "changes": report.changes,
         "datasets": [
@@ -87,7 +88,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         if rows:
             Console().print(table(rows, left=left, right=right, title="Index"))
         elif edits:
-            say(f"{out} holds no data set")
+            say(f"{said['out']} holds no data set")
         print_warnings(said["warnings"])
         say(*report.changes)
         if edits:
@@ -96,6 +97,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
             say(f"{pairs}; packing.pairs is {run.packing.pairs}")
         say(f"shards measured: {report.measured:,}, up to date: {report.reused:,}")
         if report.missing:
-            say(f"shards that other ranks have not measured yet: {report.missing:,}; the last rank completes {out}")
+            yet = f"shards that other ranks have not measured yet: {report.missing:,}"
+            say(f"{yet}; the last rank completes {said['out']}")
 
     answer(said, as_json, show, ensure_ascii=False)

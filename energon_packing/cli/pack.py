@@ -8,6 +8,7 @@ import click
 
 from energon_packing.cli.options import AT_LEAST_1, PATH, defaulted, executor_options, json_option, rank_options
 from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
+from energon_packing.remote_files import shown
 
 _EXAMPLES = """\b
 Examples:
@@ -52,11 +53,11 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     The data sets of the plan must be where they were measured. A command that was interrupted continues with the shards
     that are missing. A run reads DIR as it reads PLAN: data.path names it.
     """
-    starting(f"Packing {plan}", quiet=as_json)
+    starting(f"Packing {shown(plan)}", quiet=as_json)
     from energon_packing.offline import pack as packing
 
-    with ShownProgress({"pack": "packing"}, quiet=as_json) as shown:
-        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, **given), shown)
+    with ShownProgress({"pack": "packing"}, quiet=as_json) as progress:
+        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, **given), progress)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
     if report.facts is None:
         files = f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}"
@@ -65,7 +66,7 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
         return
     shards = report.facts.shards
     said = {
-        "out": str(out),
+        "out": shown(out),
         **{name: getattr(report.facts, name) for name in ("plan", "store", "media", "packs")},
         "shards": counts,
         "samples": sum(shard.samples for shard in shards),

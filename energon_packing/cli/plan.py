@@ -10,6 +10,7 @@ from rich.console import Console
 from energon_packing.cli.options import FILE, PATH, config_options, executor_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
 from energon_packing.errors import UserError, refuse
+from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 _EXAMPLES = """
@@ -66,14 +67,14 @@ def plan(
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
     check_plan_name(out)
-    starting(f"Planning packs of {', '.join(map(str, given))}", quiet=as_json)
+    starting(f"Planning packs of {', '.join(map(shown, given))}", quiet=as_json)
     from energon_packing.offline.index import Index, kind_of
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
     facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given, **workers))
     told = {
-        "plan": str(out),
+        "plan": shown(out),
         "id": facts.id,
         "splits": sorted(facts.splits),
         "epoch_ends": list(facts.epoch_ends),
@@ -88,7 +89,7 @@ def plan(
 def check_plan_name(out: Path) -> None:
     """Raises a `UserError` about a name by which ``data.path`` does not know a plan."""
     if out.suffix != ".parquet":
-        raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
+        raise UserError(f"--out {shown(out)} must end with .parquet, by which data.path knows a plan.")
 
 
 def encoder_parts(config: Any, directories: tuple[Path, ...], **workers: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from energon_packing.cli.options import (
 from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
 from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError, refuse
+from energon_packing.remote_files import remote_address, shown
 
 _EXAMPLES = """
 Examples:
@@ -85,7 +86,7 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
     if wrong := sorted(asked - allowed):
         named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
         raise UserError(f"`stats{' --fit' if fit else ' --layout' * layout}` does not take {named}; leave it out.")
-    starting(f"Reading {path}", quiet=as_json)
+    starting(f"Reading {shown(path)}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
     (_fit if fit else _layout if layout else _statistics)(given)
 
@@ -99,12 +100,12 @@ def _statistics(given: SimpleNamespace) -> None:
     given.split = given.split if "split" in given.asked else run.data.split
     stages = dict.fromkeys(("sample", "measure"), "measuring")
     with ExitStack() as stack:
-        with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as shown:
-            samples = _samples(given, run, shown, stack)
+        with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as progress:
+            samples = _samples(given, run, progress, stack)
         choices = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
         report = stats_report(samples, run, **choices, ranks=given.data_parallel or 1, seed=given.seed)
     if given.data_parallel is not None and samples.kind == "data set":
-        report["readers"] = reader_figures(str(given.path), given.split, run, samples, given.data_parallel)
+        report["readers"] = reader_figures(shown(given.path), given.split, run, samples, given.data_parallel)
     if given.html is not None:
         write_whole(given.html, stats_page(report))
 
@@ -116,7 +117,7 @@ def _statistics(given: SimpleNamespace) -> None:
     answer(report, given.as_json, show, ensure_ascii=False, indent=1)
 
 
-def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack: ExitStack) -> Any:
+def _samples(given: SimpleNamespace, run: RunConfig, progress: ShownProgress, stack: ExitStack) -> Any:
     from energon_packing.offline.data_paths import is_index, is_packed, is_plan
     from energon_packing.offline.index import Index
     from energon_packing.offline.plan import Plan
@@ -125,7 +126,7 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     path = given.path
     is_measured = is_plan(path) or is_index(path)
     refuse(
-        (is_packed(path), f"{path} holds packs; give the plan that it was packed from, or its data set."),
+        (is_packed(path), f"{shown(path)} holds packs; give the plan that it was packed from, or its data set."),
         (
             is_measured and given.asked & {"full", "workers", "split", "samples"},
             f"--full, --workers, --split and --samples are for data sets; {path} is measured already.",
@@ -139,7 +140,10 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
             given.workers is not None and not given.full,
             "--workers is for --full; a drawn part is measured in one process.",
         ),
-        (not is_measured and not path.exists(), f"There is no {path}; give a data set, an index or a plan."),
+        (
+            not is_measured and not remote_address(path) and not path.exists(),
+            f"There is no {path}; give a data set, an index or a plan.",
+        ),
         (
             not is_measured and not run.encoder.processor,
             "Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.",
@@ -148,17 +152,17 @@ def _samples(given: SimpleNamespace, run: RunConfig, shown: ShownProgress, stack
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
     if is_index(path):
-        return samples_of_index(Index.open(path), str(path), run)
+        return samples_of_index(Index.open(path), shown(path), run)
     if not given.full:
-        return samples_of_dataset(str(path), given.split, run, most=given.samples, seed=given.seed, progress=shown)
+        return samples_of_dataset(shown(path), given.split, run, most=given.samples, seed=given.seed, progress=progress)
     from energon_packing.convert.workspace import dry_workspace
     from energon_packing.offline.measure import MeasureConfig, measure
 
     directory = stack.enter_context(dry_workspace())  # goes after SIGTERM, too
     config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
-    index = measure(config, run, shown).index
+    index = measure(config, run, progress).index
     assert index is not None  # this command measures all shards itself
-    return replace(samples_of_index(index, str(path), run), kind="data set")
+    return replace(samples_of_index(index, shown(path), run), kind="data set")
 
 
 def print_stats(console: Console, report: Mapping[str, Any]) -> None:

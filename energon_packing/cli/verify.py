@@ -8,6 +8,7 @@ import click
 
 from energon_packing.cli.options import AT_LEAST_0, PATH, defaulted, executor_options, json_option
 from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
+from energon_packing.remote_files import shown
 
 _EXAMPLES = """\b
 Examples:
@@ -33,11 +34,11 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     Names the first thing that is wrong with each shard: its pack, the sample and the field. DIR may also be a plan, an
     index, or packs of --format bridge-parquet, whose files are then read, with the drops and settings of a plan.
     """
-    starting(f"Verifying {directory}", quiet=as_json)
+    starting(f"Verifying {shown(directory)}", quiet=as_json)
     from energon_packing.offline import verify as verifying
 
-    with ShownProgress({"verify": "verifying"}, quiet=as_json) as shown:
-        report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), shown)
+    with ShownProgress({"verify": "verifying"}, quiet=as_json) as progress:
+        report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), progress)
 
     def show(_: Any) -> None:
         verdict = counted(len(report.findings), "finding") if report.findings else "all as planned"

@@ -127,7 +127,6 @@ MissingPlaceholder = Literal["reject", "prepend", "append"]
 DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
 DEFAULT_FRAME_FPS = 2.0
 """Frames per second of a list of images that states no rate; LLaMA-Factory and qwen-vl-utils assume the same."""
-_INSTEAD = "mount the storage, or copy the files with its own tool, and name the local path"
 _ROUNDED = 0.02
 """How much less than 1 the shares of a split may be together."""
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -203,7 +202,7 @@ class ConvertConfig:
         sources = tuple(map(Path, given))
         for option, paths in (("SRC", sources), ("--out", (out,)), ("--media-root", (root,))):
             for path in filter(None, paths):
-                check_remote(option, path, _INSTEAD)
+                check_remote(option, path)
         made: dict[str, Any] = {"sources": sources, "out": out, "media_root": root}
         made |= {"split": normalised_split(self.split), "extra_columns": tuple(self.extra_columns)}
         for field_name, value in made.items():  # the dataclass is frozen

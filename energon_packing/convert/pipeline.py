@@ -282,12 +282,18 @@ def _counted_as(name: str, counts: Mapping[str, Any], what: str) -> str:
     return name if name in counts or len(counts) < _MOST_NAMES else f"(other {what})"
 
 
-def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
+_Whole = Callable[[Path, Path], None]  # takes a tar that is whole, and the directory that is built
+
+
+def convert(
+    config: ConvertConfig, progress: Progress | None = None, whole: _Whole = lambda *_: None
+) -> ConversionReport:
     """Converts conversation files to an Energon data set.
 
     Bad records are written to ``rejects.jsonl`` with their reason and never stop the rest. The data set appears in
     ``config.out`` in one step when it is complete. It does not depend on the number of workers. Raises UserError:
     nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a worker that died.
+    `whole` may take each tar away that will not change.
 
     Stages of `progress` are ``read`` and ``write`` (bytes), ``index`` (shards) and, for an object store, ``store``
     (bytes); before each ``read``, ``records`` says how many have been read, of a number that is not known, 0.
@@ -315,7 +321,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         return _convert_to_store(config, address, tell)
     try:
         with workspace.dry_workspace() if config.dry_run else workspace.workspace(config, fingerprint) as build:
-            report = _build(config, sources, notes, build.absolute(), fingerprint, tell)
+            report = _build(config, sources, notes, build.absolute(), fingerprint, tell, whole)
             report = replace(report, seconds=round(time.monotonic() - started, 3))
             if not config.dry_run:
                 workspace.publish(build, config.out)
@@ -338,13 +344,14 @@ def _check_media_root(root: Path) -> None:
 
 
 def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> ConversionReport:
-    """Makes the data set on this machine, and copies it to an object store."""
+    """Makes the data set on this machine, and copies it to an object store, each shard as soon as it is there."""
     local = workspace.local_place(address)
-    report = convert(replace(config, out=local, overwrite=True), tell)
+    stored = workspace.StoredDataSet(local, address)
+    report = convert(replace(config, out=local, overwrite=True), tell, stored.add)
     entry = f"{address}/{layout.DATASET_FILE}" if config.layout == "polylithic" else address
     report = replace(report, out=address, entry=entry, skipped=False)
     report.write(local)
-    workspace.store_data_set(local, address, tell)
+    stored.complete(tell)
     shutil.rmtree(local.parent)
     return report
 
@@ -372,7 +379,13 @@ _Results = Callable[..., Generator[tuple[Any, Any], None, None]]
 
 
 def _build(
-    config: ConvertConfig, sources: list[SourceFile], notes: list[str], build: Path, fingerprint: Any, tell: Progress
+    config: ConvertConfig,
+    sources: list[SourceFile],
+    notes: list[str],
+    build: Path,
+    fingerprint: Any,
+    tell: Progress,
+    whole: _Whole,
 ) -> ConversionReport:
     scratch = build.parent  # goes when the data set is published
     if config.media_root is not None and remote_address(config.media_root) is None:
@@ -395,7 +408,7 @@ def _build(
         shards = 0
         if not config.dry_run:
             store = stack.enter_context(closing(SampleStore(config, media, splits, build)))
-            shards = _write(store, reading, results, reading.identity(fingerprint), tell)
+            shards = _write(store, reading, results, reading.identity(fingerprint), tell, whole)
     mentions = reading.mentions
     entry = config.out / layout.DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -466,7 +479,9 @@ def _read(
     return digests
 
 
-def _write(store: SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress) -> int:
+def _write(
+    store: SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress, whole: _Whole
+) -> int:
     """The second half; returns the number of tars."""
     total, done = reading.record_bytes + reading.media_bytes, 0
     tell("write", done, total)
@@ -476,7 +491,9 @@ def _write(store: SampleStore, reading: ReadRecords, results: _Results, identity
         closing(store.pieces(samples)) as pieces,
         closing(results(pieces, Writing(store.build.parent))) as written,
     ):
-        for (_, piece), _ in written:
+        for (directory, piece), _ in written:
+            if piece.last:
+                whole(directory / piece.name, store.build)
             done += piece.content
             tell("write", done, total)
     tell("index", 0, 1)

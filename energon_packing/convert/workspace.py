@@ -5,6 +5,7 @@ each object when all of it is there, but it cannot show a directory in one step.
 last, and what makes a data set of the shards is stored after them.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -28,8 +29,7 @@ from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of, said_of_system
 from energon_packing.line_file import lock
 from energon_packing.remote_files import (
-    digest,
-    file_digest,
+    is_stored,
     listed,
     local_copy,
     remote_address,
@@ -215,29 +215,57 @@ def local_place(address: str) -> Path:
     return place
 
 
-def store_data_set(local: Path, address: str, progress: Callable[[str, int, int], None]) -> None:
-    """Copies a finished data set to a store, in place of what is there. What is there already is not sent again."""
-    names = [path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file()]
-    names.sort(key=lambda name: (_order(name), name))
-    sizes = {name: (local / name).stat().st_size for name in names}
-    done, total = 0, sum(sizes.values())
-    progress("store", done, total)
-    complete = f"the data set is complete in {local}, but --out {address} cannot be written"
-    with said_of_system(complete, "; start again with --resume"):
-        store(local / layout.CONVERSION_FILE, f"{address}/{MARK}")
-        before = {name for name, _ in listed(address)} - {MARK}
-        for name in sorted(filter(_order, before)):  # else it would describe other shards
-            remove(f"{address}/{name}")
-        for name, size in sizes.items():
-            target = f"{address}/{name}"
-            there = status(target) if name in before and not _order(name) else None
-            if there is None or there.size != size or digest(target) != file_digest(local / name):  # of other bytes
-                store(local / name, target)
-            done += size
-            progress("store", done, total)
-        gone = [name for name in sorted(before.difference(names)) if not _order(name)]  # of the data set that was there
-        for name in (*gone, MARK):
-            remove(f"{address}/{name}")
+class StoredDataSet:
+    """The data set that a conversion makes in a store, in place of what is there. What is there already is not sent
+    again. Raises UserError: the store cannot be written; an interrupted one goes on with ``--resume``."""
+
+    def __init__(self, local: Path, address: str) -> None:
+        self._local, self._address = local, address
+
+    @functools.cached_property
+    def _before(self) -> set[str]:
+        """What was there. From now on it is no data set, or it would describe other shards."""
+        (mark := self._local.with_name(MARK)).write_text("{}\n")
+        store(mark, f"{self._address}/{MARK}")
+        before = {name for name, _ in listed(self._address)} - {MARK}
+        for name in sorted(filter(_order, before)):
+            remove(f"{self._address}/{name}")
+        return before
+
+    def _put(self, file: Path, name: str) -> None:
+        target = f"{self._address}/{name}"
+        if name not in self._before or _order(name) or not is_stored(file, target):
+            store(file, target)
+
+    def add(self, tar: Path, build: Path) -> None:
+        """Stores a shard that is whole, with its index, and deletes it on this machine."""
+        with said_of_system(f"--out {self._address} cannot be written", "; start again with --resume"):
+            for file in (tar, tar.with_suffix(".tar.idx")):
+                self._put(file, file.relative_to(build).as_posix())
+                file.unlink()
+
+    def complete(self, progress: Callable[[str, int, int], None]) -> None:
+        """Stores the other files, those last that make it a data set, and deletes what else was there."""
+        files = {path.relative_to(self._local).as_posix(): path for path in self._local.rglob("*") if path.is_file()}
+        done, total = 0, sum(path.stat().st_size for path in files.values())
+        progress("store", done, total)
+        complete = f"the data set is complete in {self._local}, but --out {self._address} cannot be written"
+        with said_of_system(complete, "; start again with --resume"):
+            shards = set[str]()
+            for name in [name for name in files if name.endswith(f"/{layout.INFO_FILE}")]:
+                folder = f"./{name}".removesuffix(f"/{layout.META_DIRECTORY}/{layout.INFO_FILE}")
+                counts = json.loads(files[name].read_text(encoding="utf-8"))["shard_counts"]
+                shards |= {f"{folder}/{shard}{end}".removeprefix("./") for shard in counts for end in ("", ".idx")}
+            before = self._before
+            if missing := shards - files.keys() - {name for name, _ in listed(self._address)}:
+                raise UserError(f"--out {self._address} lacks {min(missing)}; start again without --resume")
+            for name in sorted(files, key=lambda name: (_order(name), name)):
+                self._put(files[name], name)
+                done += files[name].stat().st_size
+                progress("store", done, total)
+            gone = [name for name in sorted(before - files.keys() - shards) if not _order(name)]  # of the one before
+            for name in (*gone, MARK):
+                remove(f"{self._address}/{name}")
 
 
 def _order(name: str) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from energon_packing.errors import read_again
+from energon_packing.remote_files import exists
 
 PLAN_SUFFIX = ".parquet"
 INDEX_FILE, PACKED_FILE = "index.json", "packed.json"
@@ -15,12 +15,12 @@ def is_plan(path: str | Path) -> bool:
 
 def is_index(path: str | Path) -> bool:
     """Whether the path names an index that `measure` made."""
-    return (Path(path) / INDEX_FILE).is_file()
+    return exists(Path(path) / INDEX_FILE)
 
 
 def is_packed(path: str | Path) -> bool:
     """Whether the path names a packed directory, complete or not."""
-    return read_again(path, (Path(path) / PACKED_FILE).is_file)
+    return exists(Path(path) / PACKED_FILE)
 
 
 def has_global_packs(path: str | Path) -> bool:

@@ -1,11 +1,12 @@
 """Files that are there whole or not at all, Parquet files with small metadata of our own, and fields of JSON files that
-anybody may have written.
+anybody may have written. A path may be an address (`energon_packing.remote_files`).
 """
 
 import contextlib
 import dataclasses
 import fcntl
 import functools
+import hashlib
 import json
 import os
 import os.path
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from energon_packing.errors import UserError, read_again
 from energon_packing.line_file import lock
+from energon_packing.remote_files import RemoteReader, open_file, private_directory, remote_address, shown, store
 
 MOST_BYTES = 1 << 30  # of a JSON file that is read
 METADATA = b"energon_packing"  # key of our metadata in the schema of a file; the value is JSON
@@ -38,6 +40,8 @@ HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 def remove_leftovers(directory: Path, name: str = "*") -> None:
     """Removes files that processes of this host were writing to `directory`, by any name or one, when they were killed.
     Containers may share the name of their host and not its processes, so a file that is locked stays too."""
+    if remote_address(directory):
+        directory, name = private_directory(), "*"
     for file in directory.glob(f".{name}.{HOST}.*"):
         try:  # one that ended and that nobody waited for is there for good in a container without an init
             lives = b") Z " not in Path(f"/proc/{file.suffix[1:]}/stat").read_bytes()
@@ -57,8 +61,11 @@ def said(error: OSError) -> str:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised."""
-    aside = path.with_name(f".{path.name}.{HOST}.{os.getpid()}")
+    """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised. For an address it is one
+    in `private_directory`, which is stored then."""
+    address = remote_address(path)
+    own = path if address is None else private_directory() / hashlib.sha256(address.encode()).hexdigest()[:32]
+    aside = own.with_name(f".{own.name}.{HOST}.{os.getpid()}")
     try:
         # The lock ends with the process, and is on the file whatever opens it to write.
         with aside.open("wb") as held:
@@ -67,7 +74,10 @@ def replacing(path: Path) -> Iterator[Path]:
             yield aside
             with aside.open("rb") as written:
                 os.fsync(written.fileno())
-            os.replace(aside, path)
+            if address is None:
+                os.replace(aside, path)
+            else:
+                store(aside, address)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -76,7 +86,11 @@ def replacing(path: Path) -> Iterator[Path]:
 def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[bool]:
     """Locks a directory among all commands that write to it, or a part of it that another `byte` stands for. The lock
     is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems too.
-    Without `wait` it gives whether this process has the lock."""
+    Without `wait` it gives whether this process has the lock. Stores have no locks: two commands that write one file
+    there write the same, and the manifest last."""
+    if remote_address(directory):
+        yield True
+        return
     with (directory / ".lock").open("r+b" if (directory / ".lock").exists() else "w+b") as file:
         try:
             lock(file, directory, wait=wait, byte=byte)
@@ -84,6 +98,17 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
             yield False
             return
         yield True  # closing the file gives the lock back
+
+
+def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> pq.ParquetFile:
+    """Opens a Parquet file with pyarrow's `options`. Of one in a store, the end is read (`TAIL_BYTES`, and a footer
+    that is larger), after the `size` was asked for if the caller does not know it; then each row group, or those of
+    its columns that are asked for, in one piece. Raises OSError, pa.ArrowException: missing, unreadable, or no such
+    file."""
+    if (address := remote_address(path)) is None:
+        os.stat(path)  # whose error names the file, as pyarrow's does not
+        return pq.ParquetFile(path, **options)
+    return pq.ParquetFile(pa.PythonFile(RemoteReader(address, size), "r"), pre_buffer=True, **options)
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any]) -> None:
@@ -110,33 +135,42 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
     file or its directory is, such as ``an index``, and that the command `remedy` makes another one. Raises UserError:
     it is missing, damaged, or of another version."""
     try:
-        if read_again(file, file.stat).st_size > MOST_BYTES:
+        if len(text := read_again(shown(file), lambda: _read(file))) > MOST_BYTES:
             raise ValueError("it is too large")
-        content = json.loads(read_again(file, file.read_bytes))
+        content = json.loads(text)
     except FileNotFoundError as error:
         raise UserError(
-            f"{file.parent} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
+            f"{shown(file.parent)} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read ({error}); {remedy} again") from error
+        raise UserError(f"{shown(file)} cannot be read ({error}); {remedy} again") from error
     if not isinstance(content, dict) or content.get("format") != version:
-        raise UserError(f"{file} is not {what} of format {version}; {remedy} again with this version")
+        raise UserError(f"{shown(file)} is not {what} of format {version}; {remedy} again with this version")
     try:
         return read_as(kind, content)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise UserError(f"{file} is damaged ({error}); {remedy} again") from error
+        raise UserError(f"{shown(file)} is damaged ({error}); {remedy} again") from error
+
+
+def _read(file: Path) -> bytes:
+    with open_file(file) as stream:
+        return stream.read(MOST_BYTES + 1)
 
 
 def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
-
-    def footer() -> Any:
-        with path.open("rb") as file:
-            return pq.read_schema(file)
-
     try:
-        value = json.loads((read_again(path, footer).metadata or {})[METADATA])
-    except (OSError, KeyError, ValueError, pa.ArrowException):
+        with read_again(shown(path), lambda: parquet_file(path)) as file:
+            return metadata_of(file)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+
+
+def metadata_of(file: pq.ParquetFile) -> dict[str, Any] | None:
+    """The same of an open file."""
+    try:
+        value = json.loads((file.schema_arrow.metadata or {})[METADATA])
+    except (KeyError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -205,8 +239,8 @@ def writing(path: Path, again: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written ({said(error)}); make room or choose another --out, then run 'energon-packing "
-            f"{again}' again: it continues with the shards that are missing"
+            f"{shown(path)} cannot be written ({said(error)}); make room or choose another --out, then run "
+            f"'energon-packing {again}' again: it continues with the shards that are missing"
         ) from error
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from energon_packing.config import to_mapping
 from energon_packing.config.setting import before, marked
@@ -35,12 +34,13 @@ from energon_packing.offline.files import (
     InnerPath,
     Name,
     differing,
+    metadata_of,
+    parquet_file,
     read_json,
-    read_metadata,
     write_json,
 )
 from energon_packing.packing.model_cost import SQUARES
-from energon_packing.remote_files import check_local, present, remote_address
+from energon_packing.remote_files import check_remote, exists, present, remote_address, shown
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_subflavors
 
 FORMAT = 2  # 2 counts turns, images, videos, frames and pixels too
@@ -216,7 +216,7 @@ class Index:
     @classmethod
     def open(cls, directory: str | Path) -> "Index":
         """Reads ``index.json``. Raises UserError: there is no index, or not one that this version reads."""
-        check_local("the index", directory)
+        check_remote("the index", directory)
         file = Path(directory) / INDEX_FILE
         index: Index = read_json(file, cls, version=FORMAT, what="an index", remedy="measure")
         splits = Counter(path for path, _ in {(it.path, it.asked_split) for it in index.datasets})
@@ -235,21 +235,25 @@ class Index:
         """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
         damaged, of another measurement, or has another number of rows than it should."""
         path = self.directory / dataset.name / shard.file
-        found, again = read_metadata(path), "run 'energon-packing measure' again"
+        place, again = shown(path), "run 'energon-packing measure' again"
+        try:
+            file = parquet_file(path, page_checksum_verification=True)
+            found = metadata_of(file)
+        except (OSError, pa.ArrowException):
+            found = None
         if found is None or found.get("identity") != dict(shard.identity):
-            what = "damaged or of another shard" if path.exists() else "missing"
-            raise UserError(f"{path} is {what}; {again}")
+            raise UserError(f"{place} is {'damaged or of another shard' if exists(path) else 'missing'}; {again}")
         lacks = {*(columns or ())} - {*found.get("columns", ())}
         for some, what in ((SHAPE, "heights and widths of images"), (SQUARES, "squares of patches")):
             if lacks & {*some}:
                 how = f"{again} with packing.cost_model set" if some is SQUARES else again
-                raise UserError(f"{path} has no {what}; {how}")
+                raise UserError(f"{place} has no {what}; {how}")
         try:
-            table = pq.read_table(path, columns=columns and list(columns), page_checksum_verification=True)
+            table = file.read(columns and list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{path} cannot be read ({error}); {again}") from error
+            raise UserError(f"{place} cannot be read ({error}); {again}") from error
         if table.num_rows != shard.samples:
-            raise UserError(f"{path} has {table.num_rows} rows, {shard.samples} are expected; {again}")
+            raise UserError(f"{place} has {table.num_rows} rows, {shard.samples} are expected; {again}")
         return table
 
 
@@ -298,21 +302,27 @@ def dropped_row(row: Mapping[str, Any], data: str) -> DroppedSample:
     return DroppedSample(key=row["key"], reason=row["reason"], detail=detail, data=data, modality=modality_of(row))
 
 
-def shard_status(path: Path) -> tuple[int, int]:
-    """Bytes of a shard, here or in an object store, and the time of its last change in nanoseconds. Raises OSError: it
-    cannot be looked at."""
+def shard_status(path: Path) -> tuple[int, int, str]:
+    """Bytes of a shard, here or in an object store, the time of its last change in nanoseconds, and what the store
+    calls the version of its content, if it says that. Raises OSError: it cannot be looked at."""
     if (address := remote_address(path)) is None:
         here = path.stat()
-        return here.st_size, here.st_mtime_ns
+        return here.st_size, here.st_mtime_ns, ""
     there = present(address)
-    return there.size, there.changed
+    return there.size, there.changed, there.version
 
 
 def media_state(path: Path) -> tuple[str, int]:
     """What tells a shard of media from another one, as `energon_packing.energon.data_identity` does: its size and, on
-    this machine, its first header; and the time of its last change. Raises OSError as `shard_status`."""
-    size, changed = shard_status(path)
+    this machine, its first header, or its version; and the time of its last change. Raises OSError as `shard_status`.
+    """
+    size, changed, version = shard_status(path)
     if remote_address(path) is not None:
-        return f"{size} bytes", changed
+        return f"{size} bytes" + (f", version {version}" if version else ""), changed
     with path.open("rb", buffering=0) as file:
         return f"{size} bytes, first header {zlib.crc32(file.read(HEADER_BYTES)):08x}", changed
+
+
+def has_state(now: str, before: str) -> bool:
+    """Whether two states of a shard of media are one; of an object, older indexes have no version."""
+    return now == before or now.partition(", version ")[0] == before

@@ -39,6 +39,7 @@ from energon_packing.offline.index import (
     IndexedDataset,
     IndexedShard,
     differing_lengths,
+    has_state,
     media_state,
     schema_of,
     shard_status,
@@ -46,7 +47,7 @@ from energon_packing.offline.index import (
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
 from energon_packing.packing.model_cost import SQUARES
-from energon_packing.remote_files import check_local, remote_address, shown
+from energon_packing.remote_files import absolute, check_remote, exists, make_directory, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 Record = tuple[str, int | None, int | None]  # key of a sample, and offset and bytes of its record in the tar
@@ -155,14 +156,17 @@ class ShardMeasurer:
         stored = read_metadata(task.directory / IndexedShard.file_of(task.shard)) or {}
         if stored.get("fingerprint") != self._digest:
             return None
-        now = self._made_of(task.part, self._identity(task.part, task.shard))
+        identity = self._identity(task.part, task.shard)
+        if "version" not in stored.get("identity", ()):  # files of before say less of an object
+            identity.pop("version", None)
+        now = self._made_of(task.part, identity)
         if any(stored.get(name) != value for name, value in now.items()) or self._needed - {*stored.get("columns", ())}:
             return None
         root, name = task.part.media_root, task.directory.name
         if (known := stored.get("media", self.known.get(name))) is None:  # older rows, which the index holds no more
             return None
         states = self.states_of(root, known.keys() & self.index_of(root).samples.keys())
-        others = ((it, was) for it, was in known.items() if [*states.get(it, ())][: len(was)] != was)
+        others = ((it, was) for it, was in known.items() if not _is_same(states.get(it, ("", 0)), *was))
         changed = dict(islice(others, 1))
         if "media" not in stored:  # older files do not name theirs: all of a data set are compared, once
             self.known[name] = changed
@@ -205,13 +209,14 @@ class ShardMeasurer:
         names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
         metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}
         with writing(directory / known.file, "measure"):
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             write_table(directory / known.file, self._schema, tables or [whole], metadata)
         return known
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
-        size, changed = _seen(Path(part.root) / shard, shard_status)
+        size, changed, version = _seen(Path(part.root) / shard, shard_status)
         identity = {"bytes": size, "changed_ns": changed, "index_uuid": self.index_of(part.root).uuid}
+        identity |= {"version": version} if version else {}
         if part.media_root != part.root:  # its rows name places in shards that may change alone
             identity["media_uuid"] = self.index_of(part.media_root).uuid
         return identity
@@ -270,7 +275,12 @@ class ShardMeasurer:
         return row
 
 
-def _seen(path: Path, look: Callable[[Path], tuple[Any, int]], lost: tuple[Any, int] | None = None) -> tuple[Any, int]:
+def _is_same(now: tuple[str, int], state: str, changed: int | None = None) -> bool:
+    """Whether a shard of media is as it was, as far as that is known."""
+    return has_state(now[0], state) and changed in (None, now[1])
+
+
+def _seen[Seen](path: Path, look: Callable[[Path], Seen], lost: Seen | None = None) -> Seen:
     """What `look` sees of a shard; of one that is not there `lost`, if it is given."""
     try:
         return look(path)
@@ -318,7 +328,7 @@ class MeasureConfig(SharedConfig):
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("measure needs at least one data set.")
-        check_local("--out", self.out)
+        check_remote("--out", self.out)
         super().__post_init__()
 
 
@@ -360,11 +370,11 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     if isinstance(run, RunConfig):
         counted_pairs(Path(part.root) for part in parts).check(", ".join(map(shown, config.paths)), run.packing.pairs)
     with writing(config.out, "measure"):
-        config.out.mkdir(parents=True, exist_ok=True)
+        make_directory(config.out)
         with locked(config.out):  # and so a file system without locks is told of before the work
             if not _index(config.out, measurer).fingerprint:  # commands of another encoder are refused from now on
                 Index(directory=config.out, encoder=to_mapping(run.encoder), fingerprint=measurer.fingerprint).save()
-    out = config.out.absolute()  # workers may have another current directory
+    out = absolute(config.out)  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
     shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
@@ -402,13 +412,14 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index:
     """The index that is there already, else one that holds nothing; a UserError if `out` is something else, or was made
     with another encoder."""
     if not is_index(out):
-        if out.is_file() or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
-            raise UserError(f"{out} is there and is not an index; choose another --out")
+        if exists(out) or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
+            raise UserError(f"{shown(out)} is there and is not an index; choose another --out")
         return Index()
     index = Index.open(out)
     for name, before, now in differing_lengths(index.fingerprint, measurer.fingerprint, measurer.run):
         raise UserError(
-            f"{out} was measured with another encoder: {name} was {before}, now it is {now}; choose another --out"
+            f"{shown(out)} was measured with another encoder: {name} was {before}, now it is {now}; choose another "
+            "--out"
         )
     return index
 
@@ -472,7 +483,9 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
             meant = {str(path), remote_address(path) or os.path.abspath(path)}
             named = [it for it in held if meant & it.names]
             if not named:
-                raise UserError(f"{out} holds no {path} of {split or 'any split'}; --list shows what it holds")
+                raise UserError(
+                    f"{shown(out)} holds no {shown(path)} of {split or 'any split'}; --list shows what it holds"
+                )
             taken += [it for it in named if it not in taken]
         replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
     return [f"{it.root} ({it.asked_split}) is removed" for it in taken]

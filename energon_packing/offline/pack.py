@@ -26,7 +26,7 @@ from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.registry import Registry
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import absolute, check_remote, remote_address, shown
 from energon_packing.sample_kind import KINDS
 
 SHARD_PACKS = 1000  # packs of a shard at most, by default: of 32,768 text tokens, some 140 MB
@@ -84,8 +84,8 @@ class PackConfig(SharedConfig):
     shard_packs: int = SHARD_PACKS
 
     def __post_init__(self) -> None:
-        check_local("PLAN", self.plan)
-        check_local("--out", self.out)
+        check_remote("PLAN", self.plan)
+        check_remote("--out", self.out)
         if self.store == "pixels" and self.media == "copy":
             raise ConfigError("--store pixels holds the rendered media, so --media copy would copy what is never read.")
         if self.shard_packs < 1:
@@ -161,7 +161,7 @@ class PackFormat(ABC):
 
     def name(self, task: PackTask) -> str:
         """Returns what a task does, for messages."""
-        return f"packing {self.path(task.number)}"
+        return f"packing {shown(self.path(task.number))}"
 
     def span(self, number: int) -> tuple[int, int]:
         """Returns the packs ``[first, stop)`` of a shard."""
@@ -219,25 +219,31 @@ def run_of_plan(plan: Plan) -> Any:
     try:
         return from_mapping(run, {**config, **older}, where=str(plan.path))
     except ConfigError as error:
-        raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
+        what = f"was made with settings that this version does not read: {error}"
+        raise UserError(f"{shown(plan.path)} {what}") from error
 
 
 def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport:
     """Packs the shards that are missing, and completes the directory once all are there. Raises UserError: the plan or
     its data sets cannot be used, the directory is another plan's or cannot be written, or more samples cannot be
     decoded than ``packing.drop_budget`` allows."""
-    plan = Plan.open(config.plan.absolute())
-    config = replace(config, plan=plan.path, out=config.out.absolute())
+    plan = Plan.open(absolute(config.plan))
+    config = replace(config, plan=plan.path, out=absolute(config.out))
     form = PACK_FORMATS.find(config.format)(plan, run_of_plan(plan), config)
     with writing(config.out, "pack"):
         form.prepare()
         remove_leftovers(config.out)
+
+    def absent(tasks: list[PackTask]) -> int:
+        there = () if remote_address(config.out) else os.listdir(config.out)  # a store lists too slowly
+        return len({form.path(task.number).name for task in tasks} - {*there}) if there else 0
+
     shared = work_shared(
         config,
         [PackTask(number) for number in range(len(form.firsts))],
         form,
         there=lambda task: form.found(task.number),
-        absent=lambda tasks: len({form.path(task.number).name for task in tasks} - {*os.listdir(config.out)}),
+        absent=absent,
         size=lambda task: len(range(*form.span(task.number))),
         progress=lambda done, total: progress("pack", done, total),
         directories=[config.out],

@@ -31,7 +31,7 @@ from energon_packing.offline.packs import Passes, PositionedPacks, check_media, 
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile, from_bytes
 from energon_packing.offline.source import Place, PositionedMedia, ShardIndex
-from energon_packing.remote_files import PIECE_BYTES, remote_address, shown
+from energon_packing.remote_files import PIECE_BYTES, check_remote, remote_address, shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
 FORMAT = 1
@@ -97,7 +97,7 @@ class PackedFacts:
         placed = [(each.number, each.first, each.first + each.packs) for each in facts.shards]
         wrong = facts.firsts[:1] != (0,) or any(first >= end for first, end in spans)
         if wrong or (placed and placed != [(at, *span) for at, span in enumerate(spans)]):
-            raise UserError(f"{file} is damaged (its shards do not hold its packs in order); pack again")
+            raise UserError(f"{shown(file)} is damaged (its shards do not hold its packs in order); pack again")
         return facts
 
 
@@ -113,13 +113,14 @@ class Packed:
     def open(cls, directory: str | Path) -> "Packed":
         """Reads manifest and metadata of the plan; no shard is opened. Raises UserError: something is missing or
         damaged, or shards are still to be packed."""
-        path = Path(directory)
+        check_remote("the packed directory", directory)
+        path, place = Path(directory), shown(directory)
         facts = PackedFacts.read(path)
         if not facts.shards:
-            raise UserError(f"{path} is not complete; run 'energon-packing pack' again with the same arguments")
+            raise UserError(f"{place} is not complete; run 'energon-packing pack' again with the same arguments")
         plan = Plan.open(path / PLAN_FILE)
         if (plan.facts.id, len(plan), len(plan.facts.datasets)) != (facts.plan, facts.packs, len(facts.media_uuids)):
-            raise UserError(f"{plan.path} is not the plan that {path} was packed from; pack again")
+            raise UserError(f"{shown(plan.path)} is not the plan that {place} was packed from; pack again")
         return cls(directory=path, facts=facts, plan=plan)
 
 
@@ -174,7 +175,7 @@ class StoredPacks[Record](PositionedPacks):
         if at not in self._seen:
             if facts.shards[at].media_bytes:
                 self._files.remote.look(media_path(self._packed.directory, at), shard_status)
-            yield [ShardFile.end_of(shard_path(self._packed.directory, at), facts.shards[at].bytes)]
+            yield [ShardFile.end(shard_path(self._packed.directory, at), facts.shards[at].bytes)]
         shard = self._shard(at)
         self._seen.add(at)
         place = shard.place(number - int(self._firsts[at]))
@@ -211,7 +212,7 @@ class StoredPacks[Record](PositionedPacks):
             return cast(Record, self.record.from_bytes(shard.record(number - int(self._firsts[at]))))
         except DamagedBytes as error:
             raise UserError(
-                f"pack {number} in {shard.name} is damaged: {error}; run 'energon-packing verify', delete what "
+                f"pack {number} in {shown(shard.path)} is damaged: {error}; run 'energon-packing verify', delete what "
                 "it names and pack again"
             ) from error
 
@@ -220,12 +221,12 @@ class StoredPacks[Record](PositionedPacks):
         shard = ShardFile(shard_path(self._packed.directory, number), self._files.content, entry.bytes)
         if (shard.checksum, shard.bytes, shard.packs) != (entry.checksum, entry.bytes, entry.packs):
             raise UserError(
-                f"{shard.name} is not the shard that was packed; delete it and run 'energon-packing pack' again"
+                f"{shown(shard.path)} is not the shard that was packed; delete it and run 'energon-packing pack' again"
             )
         copied = media_path(self._packed.directory, number)
         if entry.media_bytes and remote_address(copied):
             with said_of_system(f"{shown(copied)} cannot be looked at", "; put it back"):
-                size, _ = self._files.remote.looked(copied, shard_status)
+                size, *_ = self._files.remote.looked(copied, shard_status)
             if size != entry.media_bytes:
                 raise UserError(f"{shown(copied)} has {size} bytes instead of {entry.media_bytes}; put it back")
         return shard

@@ -23,7 +23,15 @@ from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, media_state, shard_status
+from energon_packing.offline.index import (
+    OF_PART,
+    Index,
+    IndexedDataset,
+    MediaFile,
+    has_state,
+    media_state,
+    shard_status,
+)
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
@@ -31,7 +39,7 @@ from energon_packing.offline.shared_work import WorkersConfig
 from energon_packing.offline.source import PACKS_AHEAD, Place, PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import squares_of
-from energon_packing.remote_files import remote_address, shown
+from energon_packing.remote_files import absolute, remote_address, shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 
@@ -206,7 +214,7 @@ def check_media(dataset: IndexedDataset, media: Iterable[MediaFile], compared: s
                 now, _ = files.remote.looked(path, media_state)
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
-            if now != before:
+            if not has_state(now, before):
                 raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
         compared.add(number)
 
@@ -256,11 +264,16 @@ class PlannedSource:
         """The time of the last change is left out: a copy of a data set is as good."""
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         try:
-            size, _ = self._files.remote.looked(path, shard_status)
+            size, _, version = self._files.remote.looked(path, shard_status)
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
-        if size != identity["bytes"] or uuid != identity["index_uuid"]:
-            what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
+        known = identity.get("version") or version  # older indexes do not say it
+        changes = (
+            (size != identity["bytes"], f"{size} bytes instead of {identity['bytes']}"),
+            (version != known, f"version {version} instead of {known}"),
+            (uuid != identity["index_uuid"], "another index"),
+        )
+        if what := next((change for is_one, change in changes if is_one), None):
             raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
 
     def _metadata(self, key: str, name: str) -> Any:
@@ -350,7 +363,7 @@ class SampleRemeasurer:
     ) -> None:
         self._encoder = kind_of_config(run).task_encoder(run) if encoder is None else encoder
         self._workers = workers or WorkersConfig(workers=0)
-        self._again = None, [Path(each).absolute() for each in directories], None, run
+        self._again = None, [absolute(Path(each)) for each in directories], None, run
         self._indexes = [Index.open(directory) for directory in directories]
         self._files = TarFiles()
         self._sources: dict[tuple[str, ...], tuple[PlannedSource, Index, IndexedDataset, dict[str, int]]] = {}

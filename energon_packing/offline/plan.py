@@ -15,8 +15,8 @@ per line, as in the ledger of an online run, with the place of the sample::
 import bisect
 import functools
 import hashlib
+import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,13 +30,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import METADATA, Amount, Count, Name, read_as, read_metadata, replacing
+from energon_packing.offline.files import METADATA, Amount, Count, Name, parquet_file, read_as, read_metadata, replacing
 from energon_packing.offline.index import MEDIA, IndexedDataset, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import check_remote, exists, open_file, shown
 
 FORMAT = 1
 ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
@@ -229,17 +229,17 @@ class Plan:
     @classmethod
     def open(cls, path: str | Path) -> "Plan":
         """Reads the metadata only. Raises UserError: the file is missing, damaged, no plan, or of another version."""
-        check_local("the plan", path)
-        file = Path(path)
-        if not read_again(file, file.is_file):
-            raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")
+        check_remote("the plan", path)
+        file, place = Path(path), shown(path)
         metadata = read_metadata(file)
+        if metadata is None and not exists(file):
+            raise UserError(f"There is no plan {place}; make one with 'energon-packing plan'.")
         if metadata is None or metadata.get("format") != FORMAT or "epoch_ends" not in metadata:
-            raise UserError(f"{file} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
+            raise UserError(f"{place} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
         try:
             return cls(file, PlanFacts.from_json(metadata))
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{file} has damaged metadata ({error!r}); make the plan again.") from error
+            raise UserError(f"{place} has damaged metadata ({error!r}); make the plan again.") from error
 
     def __len__(self) -> int:
         return self.facts.packs
@@ -300,15 +300,15 @@ class Plan:
     def _numbers_of(self, group: int) -> tuple[np.ndarray, np.ndarray]:
         table = self._read(group, ["pack", *SIZES])
         if missing := [name for name in SIZES if name not in table.schema.names or table.column(name).null_count]:
-            raise UserError(f"{self.path} is damaged (a row lacks its {missing[0]}); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged (a row lacks its {missing[0]}); make the plan again.")
         values = np.stack([table.column(name).to_numpy().astype(np.int64) for name in SIZES], axis=1)
         if (values[:, :-1] < 0).any():
-            raise UserError(f"{self.path} is damaged (a row has a number below 0); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged (a row has a number below 0); make the plan again.")
         return table.column("pack").to_numpy(), values
 
     def _groups(self, start: int, stop: int) -> range:
         if not 0 <= start <= stop <= len(self):
-            raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
+            raise UserError(f"packs {start} to {stop} are not in {shown(self.path)}, which has {len(self)}")
         low, high = (bisect.bisect(self.facts.row_groups, each) - 1 for each in (start, stop - 1))
         return range(low, high + 1 if start < stop else low)
 
@@ -329,18 +329,17 @@ class Plan:
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
-            raise UserError(f"{self.path} is damaged ({wrong}); make the plan again.")
+            raise UserError(f"{shown(self.path)} is damaged ({wrong}); make the plan again.")
         return table, table.column("pack").to_numpy()
 
     def _read(self, number: int, columns: list[str] | None) -> pa.Table:
         def read() -> pa.Table:
             if self._file is None:
-                os.stat(self.path)  # whose error names the file, as pyarrow's does not
-                file = pq.ParquetFile(self.path, page_checksum_verification=True)
+                file = parquet_file(self.path, page_checksum_verification=True)
                 # Not all of it is parsed: it may name 100,000 shards.
                 if f'"id": "{self.facts.id}"'.encode() not in (file.schema_arrow.metadata or {}).get(METADATA, b""):
                     raise UserError(
-                        f"{self.path} was replaced by another plan since this run began; bring back the plan "
+                        f"{shown(self.path)} was replaced by another plan since this run began; bring back the plan "
                         f"{self.facts.id}, or start again."
                     )
                 self._file = file
@@ -348,9 +347,9 @@ class Plan:
             return self._file.read_row_group(number, columns=columns, use_threads=False)
 
         try:
-            return read_again(self.path, read, lambda: setattr(self, "_file", None))
+            return read_again(shown(self.path), read, lambda: setattr(self, "_file", None))
         except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.path} cannot be read ({error}); make the plan again.") from error
+            raise UserError(f"{shown(self.path)} cannot be read ({error}); make the plan again.") from error
 
 
 def _sample(row: Mapping[str, Any]) -> PlannedSample:
@@ -458,16 +457,18 @@ def read_drops(
     another plan, or has another `digest` than this one."""
     path = path or drops_path(plan)
     try:
-        with path.open(encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
             head = json.loads(file.readline())
             if head.get("plan") != identifier:
-                raise UserError(f"{path} has the drops of another plan; make the plan again.")
+                raise UserError(f"{shown(path)} has the drops of another plan; make the plan again.")
             if digest is not None and head.get("digest", digest) != digest:  # plans of before have none
-                raise UserError(f"{plan} has other rows or settings than were written; make the plan again.")
+                raise UserError(f"{shown(plan)} has other rows or settings than were written; make the plan again.")
             for line in file:
                 entry = json.loads(line)
                 if not isinstance(entry, dict) or not isinstance(entry.get("dropped"), str):
                     raise ValueError(f"a line names no sample: {line[:80]!r}")
                 yield entry
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}, the drops of the plan, cannot be read ({error}); make the plan again.") from error
+        raise UserError(
+            f"{shown(path)}, the drops of the plan, cannot be read ({error}); make the plan again."
+        ) from error

@@ -37,7 +37,7 @@ from energon_packing.packing.partition import PackGroups, check_groups
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import check_remote, exists, remote_address, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -395,10 +395,10 @@ def make_plan(
             are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
         ConfigError: the configuration does not suit the indexes.
     """
-    check_local("the plan", out)
-    if out.exists() and not force:
-        raise UserError(f"{out} exists already; name another file, or replace it with --force.")
-    if not out.parent.is_dir():
+    check_remote("the plan", out)
+    if exists(out) and not force:
+        raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
+    if not remote_address(out) and not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
@@ -427,13 +427,13 @@ def make_plan(
         with written_drops(out, facts, drops, sources) as digest:  # takes its place after the plan
             write_table(out, facts.schema, hashed(_tables(sources, samples, packs, facts), digest), facts.to_json())
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
+        raise UserError(f"{shown(out)} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
 
 
 def _check_measured(directories: Sequence[str | Path], sources: Sources, samples: Samples, config: AnyRun) -> None:
     """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
-    where = ", ".join(map(str, directories))
+    where = ", ".join(map(shown, directories))
     for name in marked(config.packing, "newer", "lengths"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them

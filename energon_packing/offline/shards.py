@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.remote_files import remote_address, shown
+from energon_packing.remote_files import TAIL_BYTES, present, read_range, remote_address, shown
 
 MOST_HEADER = 1 << 26
 """Bytes of a header that is read. That of a pack of a thousand samples with media has less than a hundredth."""
@@ -96,7 +96,6 @@ def _aligned(offset: int) -> int:
 MAGIC = b"epacks02"
 _TAIL = 8 + 32 + 8
 _CHUNK = 8 << 20
-_LAST = 1 << 16  # bytes at the end that are read at once: those of a table of a thousand packs, and more
 CHECKED = 1 << 20
 """Bytes of a record that are compared with its checksum whenever it is read: all but pixels, which `verify` reads. One
 MiB takes a millisecond, a record with pixels would take thirty."""
@@ -134,32 +133,32 @@ class ShardWriter:
 
 class ShardFile:
     """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. `content`
-    reads places of one in an object store, of which the manifest says the `size` in bytes. Raises UserError: it is
-    missing, cut off, or no shard."""
+    reads places of one in a store, whose `size` in bytes is known. Raises UserError: it is missing, cut off, or no
+    shard."""
 
     def __init__(self, path: Path, content: Callable[[Path, int, int], bytes] | None = None, size: int = 0) -> None:
-        self.path, self.name, self._descriptor = path, shown(path), -1
-        self._content, self.bytes = (None, 0) if remote_address(path) is None else (content, size)
+        self.path, self._descriptor, self._address = path, -1, remote_address(path)
+        self._content, self._size, self._end = content, size, b""
+        place = shown(path)
         try:
-            self._tried(self._look)
+            read_again(place, self._look, self.close)
         except OSError as error:
-            why = error.strerror or error
-            raise UserError(f"{self.name} cannot be opened ({why}); run 'energon-packing pack' again") from error
+            raise UserError(f"{place} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             self.close()
-            again = "delete it and run 'energon-packing pack' again"
-            raise UserError(f"{self.name} is damaged ({error}); {again}") from error
+            raise UserError(f"{place} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
 
     @staticmethod
-    def end_of(path: Path, size: int) -> tuple[Path, int, int]:
-        """The place that opening a shard of so many bytes reads first, and alone where its table is short."""
-        return path, max(0, size - _LAST), min(_LAST, size)
+    def end(path: Path, size: int) -> tuple[Path, int, int]:
+        """What opening a shard of so many bytes in a store reads at once, with all of a short table."""
+        return path, max(0, size - TAIL_BYTES), min(TAIL_BYTES, size)
 
-    def _tried[Read](self, read: Callable[[], Read]) -> Read:
-        return read() if self._content else read_again(self.path, read, self.close)
-
-    def _part(self, at: int, size: int) -> bytes:
-        return self._content(self.path, at, size) if self._content else os.pread(self._open(), size, at)
+    def _piece(self, size: int, at: int) -> bytes:
+        if self._address is None:
+            return os.pread(self._open(), size, at)
+        if (begin := at - self.bytes + len(self._end)) >= 0:
+            return self._end[begin : begin + size]
+        return self._content(self.path, at, size) if self._content else read_range(self._address, at, size)
 
     def _open(self) -> int:
         if self._descriptor < 0:
@@ -167,26 +166,25 @@ class ShardFile:
         return self._descriptor
 
     def _look(self) -> None:
-        self.bytes = self.bytes if self._content else os.fstat(self._open()).st_size
-        last = self._part(*self.end_of(self.path, self.bytes)[1:])
-
-        def part(at: int, size: int) -> bytes:
-            begin = at - (self.bytes - len(last))
-            return last[begin : begin + size] if begin >= 0 else self._part(at, size)
-
-        tail = part(max(0, self.bytes - _TAIL), _TAIL)
+        if self._address is None:
+            self.bytes = os.fstat(self._open()).st_size
+        else:
+            self.bytes = self._size or present(self._address).size
+            _, at, size = self.end(self.path, self.bytes)
+            self._end = self._piece(size, at)
+        tail = self._piece(_TAIL, max(0, self.bytes - _TAIL))
         said = int.from_bytes(tail[:8], "little")
         if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
             raise ValueError("it does not end as a shard does")
         self.checksum = tail[8:40].hex()
-        self.facts: dict[str, Any] = json.loads(part(self.bytes - _TAIL - said, said))
+        self.facts: dict[str, Any] = json.loads(self._piece(said, self.bytes - _TAIL - said))
         self.packs = int(self.facts["packs"])
         self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1) - 4 * self.packs
         if self.packs < 0 or self._table_at < 0:
             raise ValueError(f"a table of {self.packs} packs does not fit into it")
-        table = part(self._table_at, 8 * (self.packs + 1))
+        table = self._piece(8 * (self.packs + 1), self._table_at)
         self._places = np.frombuffer(table, dtype="<i8")
-        sums = part(self._table_at + len(table), 4 * self.packs)
+        sums = self._piece(4 * self.packs, self._table_at + len(table))
         self._sums = np.frombuffer(sums, dtype="<u4")
         if (
             len(self._sums) != self.packs
@@ -195,6 +193,7 @@ class ShardFile:
             or (self._places[1:] < self._places[:-1]).any()
         ):
             raise ValueError("its table of packs is damaged")
+        self._end = b""
 
     def place(self, number: int) -> tuple[Path, int, int]:
         """Where a record lies: the file, its first byte and its bytes."""
@@ -203,31 +202,32 @@ class ShardFile:
     def record(self, number: int) -> memoryview:
         """The bytes of a record, in memory that may be written to without effect on the file. Raises UserError: the
         file became shorter meanwhile, or cannot be read; DamagedBytes: it holds other bytes than were written."""
-        _, begin, size = self.place(number)
-        try:
-            record = self._tried(lambda: self._buffer(begin, size))
-            if len(record) < size:
+        begin, end = int(self._places[number]), int(self._places[number + 1])
+
+        def read() -> memoryview:
+            left = buffer = memoryview(np.empty(end - begin, np.uint8))  # a mapping's page may end the process (SIGBUS)
+            if self._address is not None and len(content := self._piece(len(left), begin)) == len(left):
+                return memoryview(bytearray(content))
+            while self._address is None and left and (some := os.preadv(self._open(), [left], end - len(left))):
+                left = left[some:]
+            if left:
                 raise ValueError("it ends early")
+            return buffer
+
+        try:
+            record = read_again(self.path, read, self.close)
         except (OSError, ValueError) as error:
             said = getattr(error, "strerror", None) or error
-            raise UserError(f"{self.name} cannot be read ({said}); put it back as it was") from error
+            raise UserError(f"{shown(self.path)} cannot be read ({said}); put it back as it was") from error
         if zlib.crc32(record[:CHECKED]) != self._sums[number]:
             raise DamagedBytes("its bytes are not those that were written")
         return record
-
-    def _buffer(self, begin: int, size: int) -> memoryview:
-        if self._content:
-            return memoryview(bytearray(self._content(self.path, begin, size)))
-        left = buffer = memoryview(np.empty(size, np.uint8))  # a mapping's page may end the process (SIGBUS)
-        while left and (some := os.preadv(self._open(), [left], begin + size - len(left))):
-            left = left[some:]
-        return buffer[: size - len(left)]
 
     def digest(self) -> str:
         """The checksum of what the file holds now; that of a whole shard is `checksum`."""
         digest, end = hashlib.sha256(), self.bytes - 32 - len(MAGIC)
         for at in range(0, end, _CHUNK):
-            digest.update(os.pread(self._descriptor, min(_CHUNK, end - at), at))
+            digest.update(self._piece(min(_CHUNK, end - at), at))
         return digest.hexdigest()
 
     def close(self) -> None:

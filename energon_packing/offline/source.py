@@ -401,7 +401,7 @@ def kind_of_data(path: str | Path, split: str) -> str:
 def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
     """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
     address, which errors name instead."""
-    check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
+    check_remote("DATASET", path)
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch).resolve() / "data"
         try:

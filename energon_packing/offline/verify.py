@@ -4,6 +4,7 @@ directory of Bridge's Parquet files holds what was written.
 
 import copy
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from energon_packing.offline.plan import Plan, PlannedPack, digest_of, drops_pat
 from energon_packing.offline.planner import OF_ID, plan_id
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
-from energon_packing.remote_files import check_local, file_digest
+from energon_packing.remote_files import absolute, check_remote, exists, file_size, open_file, shown
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 
@@ -103,7 +104,7 @@ class VerifyConfig(WorkersConfig):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_local("the packed directory", self.directory)
+        check_remote("DIR", self.directory)
         if not 0 <= self.share <= 1:
             raise ConfigError(f"--share is {self.share:g}; it must be between 0 and 1.")
         super().__post_init__()
@@ -139,7 +140,7 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
     """Reads every shard whole if the plan is right, and makes a share of the packs anew; of a plan, an index or a
     directory of Bridge's Parquet files, every file is read. Raises UserError: it is none of these, or not complete; or
     data sets of packs are needed and cannot be used."""
-    path = config.directory.absolute()
+    path = absolute(config.directory)
     if is_plan(path):
         facts = (plan := Plan.open(path)).facts
         return VerifyReport(findings=_told(check_rows, plan), packs=facts.packs, samples=facts.samples)
@@ -152,7 +153,7 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
     packed = Packed.open(path)
     drops = sum((Counter(entry.drops) for entry in packed.facts.shards), Counter[str]())
-    if wrong := _told(check_rows, packed.plan, drops_path(packed.plan.path).exists()):  # `pack` copies what is there
+    if wrong := _told(check_rows, packed.plan, exists(drops_path(packed.plan.path))):  # `pack` copies what is there
         return VerifyReport(findings=wrong)
     wrong = _told(_check_drops, packed.plan, drops, path / DROPS_FILE)
     entries, packs = packed.facts.shards, len(packed.plan)
@@ -194,7 +195,7 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
     known = {name: getattr(facts, name) for name in OF_ID}
     arrays = [offsets, source, *(columns[it] for it in ("piece", "length", "second", "text_tokens") if it in columns)]
     if facts.id not in (plan_id(known, facts.datasets, arrays, resolved=each) for each in (False, True)):
-        raise UserError(f"{plan.path} does not hold what its id {facts.id} stands for; make the plan again.")
+        raise UserError(f"{shown(plan.path)} does not hold what its id {facts.id} stands for; make the plan again.")
     if drops:
         _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())
 
@@ -202,12 +203,12 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
 def _check_drops(plan: Plan, expected: Mapping[str, int], path: Path, digest: str | None = None) -> None:
     drops = Counter(str(each.get("reason")) for each in read_drops(plan.path, plan.facts.id, path=path, digest=digest))
     if drops != Counter(expected):
-        raise UserError(f"{path} has the drops {dict(drops)} instead of {dict(expected)}; make it again.")
+        raise UserError(f"{shown(path)} has the drops {dict(drops)} instead of {dict(expected)}; make it again.")
 
 
 def _check_index(index: Index) -> None:
     if not index.datasets:
-        raise UserError(f"{index.directory} holds no data set; measure one")
+        raise UserError(f"{shown(index.directory)} holds no data set; measure one")
     for dataset, shard in ((each, shard) for each in index.datasets for shard in each.shards):
         rows = index.rows(dataset, shard)
         good = rows.filter(rows.column("reason").is_null())
@@ -268,12 +269,12 @@ class ShardVerifier:
 
     def name(self, task: ShardEntry) -> str:
         """Of the shard."""
-        return f"verifying {shard_path(self._packed.directory, task.number)}"
+        return f"verifying {shown(shard_path(self._packed.directory, task.number))}"
 
     def _wrong(self, entry: ShardEntry) -> Iterator[tuple[int | None, str]]:
-        path = shard_path(self._packed.directory, entry.number)
+        path = shown(file := shard_path(self._packed.directory, entry.number))
         try:
-            shard = ShardFile(path)
+            shard = ShardFile(file)
         except UserError as error:
             yield None, str(error)
             return
@@ -301,13 +302,15 @@ class ShardVerifier:
         media = media_path(self._packed.directory, entry.number)
         try:
             if shard.digest() != shard.checksum:
-                yield None, f"{shard.path} is damaged: its checksum is not {shard.checksum}"
-            if entry.media_bytes and media.stat().st_size != entry.media_bytes:
-                yield None, f"{media} has {media.stat().st_size} bytes instead of {entry.media_bytes}"
-            if entry.media_bytes and file_digest(media) != entry.media_checksum:
-                yield None, f"{media} is damaged: its checksum is not {entry.media_checksum}"
+                yield None, f"{shown(shard.path)} is damaged: its checksum is not {shard.checksum}"
+            if entry.media_bytes and (size := file_size(media)) != entry.media_bytes:
+                yield None, f"{shown(media)} has {size} bytes instead of {entry.media_bytes}"
+            if entry.media_bytes:
+                with open_file(media) as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != entry.media_checksum:
+                        yield None, f"{shown(media)} is damaged: its checksum is not {entry.media_checksum}"
         except OSError as error:
-            yield None, f"{error.filename or shard.path} cannot be read ({error.strerror})"
+            yield None, f"{shown(error.filename or shard.path)} cannot be read ({error.strerror})"
 
     def _wrong_packs(self, shard: ShardFile, entry: ShardEntry) -> Iterator[tuple[int, str]]:
         multiple = int(self._packed.plan.facts.decided["multiple"])

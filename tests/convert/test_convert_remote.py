@@ -154,12 +154,19 @@ def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, 
 
     with monkeypatch.context() as patch:
         patch.setattr("energon_packing.convert.workspace.store", fail)
-        with pytest.raises(UserError, match=rf"complete in .*, but --out {out} cannot be written: the line is dead"):
+        with pytest.raises(UserError, match=rf"^--out {out} cannot be written: the line is dead; start again"):
             converted("msc://bucket/in", out=out, overwrite=True, samples_per_shard=4)
     left = contents(bucket / "kept")
     assert MARK in left
     assert not {"conversion.json", "dataset.yaml", "text/.nv-meta/.info.json"} & left.keys()
-    monkeypatch.setattr("energon_packing.convert.workspace.store", lambda f, a: (stored.append(a), original(f, a)))
+    tars: list[list[Path]] = []
+
+    def keep(file: Path, address: str) -> None:
+        stored.append(address)
+        tars.append(list(Path(tempfile.gettempdir()).rglob("*.tar")))
+        original(file, address)
+
+    monkeypatch.setattr("energon_packing.convert.workspace.store", keep)
     before, stored[:] = list(stored), []
     report = converted("msc://bucket/in", out=out, resume=True, samples_per_shard=4)
     assert report.written == 9
@@ -168,7 +175,58 @@ def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, 
     now = contents(bucket / "kept")
     assert MARK not in now
     assert now.keys() != first.keys()  # shards of the replaced data set are gone
-    assert sum(name.endswith(".tar") for name in now) == report.shards
+    assert sum(name.endswith(".tar") for name in now) == report.shards == 3
+    assert max(map(len, tars)) == 1  # a shard is on this machine until it is stored
+
+
+def test_from_and_to_a_store_that_fails_every_file_is_that_of_a_disk(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("moto", reason="scripts/requirements/4-project.txt")
+    from support.object_store import object_store
+
+    make_data(tmp_path / "demo", conversations=20)
+    monkeypatch.setattr(errors, "PAUSES", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with object_store(tmp_path / "demo", tmp_path) as (store, address, config):
+        monkeypatch.setenv("MSC_CONFIG", str(config))
+        local = converted(tmp_path / "demo", out=tmp_path / "plain")
+        expected = contents(tmp_path / "plain")
+        store.fail_at_random(5, **{"503": 0.01, "500": 0.01, "hang": 0.01, "cut": 0.01, "less": 0.01})
+        for at, source in {"here": tmp_path / "demo", "there": address}.items():
+            report = converted(source, out=f"{os.path.dirname(address)}/of-{at}")
+            assert (report.written, report.rejected) == (local.written, local.rejected)
+            found = {name: remote_files.read(f"{report.out}/{name}") for name, _ in remote_files.listed(report.out)}
+            converted(source, out=tmp_path / f"of-{at}")
+            assert alike(found) == alike(contents(tmp_path / f"of-{at}"))
+            assert found["text/.nv-meta/index.uuid"] == (tmp_path / f"of-{at}/text/.nv-meta/index.uuid").read_bytes()
+            assert {n: d for n, d in alike(found).items() if n != "rejects.jsonl"} == {  # which quotes the root
+                n: d for n, d in alike(expected).items() if n != "rejects.jsonl"
+            }
+        assert sum(store.given[fault] for fault in ("503", "500", "hang", "cut")) > 4
+
+
+def test_a_conversion_that_was_stored_in_part_is_completed_and_what_is_missing_is_named(
+    bucket: Path, monkeypatch: Any
+) -> None:
+    write_lines(bucket / "part/a.jsonl", [sharegpt(f"k{n}", f"Hi {n}") for n in range(20)])
+    original, out = remote_files.store, "msc://bucket/parted"
+
+    def fail(file: Path, address: str) -> None:
+        if address.endswith("split.yaml"):
+            raise OSError(errno.EIO, "the line is dead")
+        original(file, address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("energon_packing.convert.workspace.store", fail)
+        with pytest.raises(UserError, match=rf"complete in .*, but --out {out} cannot be written: the line is dead"):
+            converted("msc://bucket/part", out=out)
+    (bucket / "parted/text/train-000001.tar").rename(bucket / "moved.tar")
+    with pytest.raises(UserError, match=rf"--out {out} lacks text/train-000001.tar; start again without --resume"):
+        converted("msc://bucket/part", out=out, resume=True)
+    (bucket / "moved.tar").rename(bucket / "parted/text/train-000001.tar")
+    converted("msc://bucket/part", out=out, resume=True)
+    found = contents(bucket / "parted")
+    converted("msc://bucket/part", out="msc://bucket/whole")
+    assert alike(found) == alike(contents(bucket / "whole"))
 
 
 def test_what_fails_in_passing_is_read_again_and_an_outage_ends_the_conversion(

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,26 +19,47 @@ _numbers = itertools.count()
 
 
 class ObjectStore:
-    """Serves the files of a directory as objects. ``fault`` is how it answers to each read: None as it should, ``503``,
-    ``500``, ``hang`` (no answer in time), or ``cut`` (half of the content); ``asked`` counts the reads."""
+    """Serves the files of a directory as objects. ``fault`` is how it answers to each request: None as it should,
+    ``503``, ``500``, ``hang`` (no answer in time), ``cut`` (half of the content), or ``less`` (a range that is shorter
+    than asked for, as HTTP allows); ``asked`` counts the requests. `fail_at_random` gives each request one of these."""
 
     def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self.fault: str | None = None
         self.asked = 0
+        self.given: Counter[str] = Counter()
+        self._random: tuple[random.Random, dict[str, float]] | None = None
         self.before: Callable[[], None] = lambda: None
         self._app = app
+
+    def fail_at_random(self, seed: int, **shares: float) -> None:
+        """From now on, such shares of all requests have these faults."""
+        self._random, self.given = (random.Random(seed), shares), Counter()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         self.asked += 1
         self.before()
-        if self.fault == "hang":
+        fault = self.fault
+        if self._random is not None:
+            drawn = self._random[0].random()
+            for fault, share in self._random[1].items():
+                if (drawn := drawn - share) < 0:
+                    break
+            else:
+                fault = None
+        if fault == "less" and not environ.get("HTTP_RANGE"):
+            fault = None
+        self.given[fault or "none"] += 1
+        if fault == "hang":
             time.sleep(2 * READ_SECONDS)
-        if self.fault == "cut" and environ["REQUEST_METHOD"] == "GET":
+        if fault == "less":
+            first, last = map(int, environ["HTTP_RANGE"].removeprefix("bytes=").split("-"))
+            environ["HTTP_RANGE"] = f"bytes={first}-{(first + last) // 2}"
+        if fault == "cut" and environ["REQUEST_METHOD"] == "GET":
             body = b"".join(self._app(environ, start))
             return [body[: len(body) // 2]]  # the header says more
-        if self.fault is None or self.fault == "cut":
+        if fault in (None, "cut", "less"):
             return self._app(environ, start)
-        status, code = ("500 Oops", "InternalError") if self.fault == "500" else ("503 Slow Down", "SlowDown")
+        status, code = ("500 Oops", "InternalError") if fault == "500" else ("503 Slow Down", "SlowDown")
         start(status, [("Content-Type", "application/xml")])
         return [f"<Error><Code>{code}</Code><Message>later</Message></Error>".encode()]
 

@@ -22,6 +22,7 @@ from energon_packing.offline.files import read_metadata, write_json, write_table
 from energon_packing.offline.index import DEFAULT_KIND
 from energon_packing.offline.pack import AT_ONCE, PackConfig, PackFormat, PackTask
 from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.remote_files import remote_address
 from energon_packing.thd.rows import unpack
 
 SCHEMA = pa.schema(
@@ -43,6 +44,8 @@ class BridgeParquet(PackFormat):
     def __init__(self, plan: Plan, run: Any, config: PackConfig) -> None:
         if (config.store, config.media) != ("tokens", "reference"):
             raise UserError("--format bridge-parquet holds text only; leave --store and --media out.")
+        if remote_address(config.out):
+            raise UserError("--format bridge-parquet writes to this machine, where Bridge reads; name a local --out.")
         if plan.facts.kind != DEFAULT_KIND:
             raise UserError(f"--format bridge-parquet holds text, but {plan.path} is a plan of {plan.facts.kind}.")
         super().__init__(plan, run, config)

@@ -4,7 +4,6 @@ each made as the planned loader makes it.
 
 import hashlib
 import json
-import os.path
 import shutil
 from abc import abstractmethod
 from collections import Counter
@@ -29,6 +28,7 @@ from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, S
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
 from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
+from energon_packing.remote_files import exists, file_size, make_directory, open_file, shown
 from energon_packing.sample_kind import KINDS
 
 
@@ -75,7 +75,7 @@ class ShardPacker(PackFormat):
         self._files = TarFiles()
 
     def stored_firsts(self) -> tuple[int, ...]:
-        there = PackedFacts.read(self.config.out) if os.path.exists(self.config.out / PACKED_FILE) else None
+        there = PackedFacts.read(self.config.out) if exists(self.config.out / PACKED_FILE) else None
         alike = [getattr(there, name, None) == getattr(self.config, name) for name in ("store", "media", "shard_packs")]
         return there.firsts if there and there.plan == self.plan.facts.id and all(alike) else ()
 
@@ -83,49 +83,49 @@ class ShardPacker(PackFormat):
         return shard_path(self.config.out, number)
 
     def prepare(self) -> None:
-        out, plan = self.config.out, self.config.plan
-        if out.exists() and not out.is_dir():
-            raise UserError(f"{out} is there and is no directory; choose another --out")
-        if out.is_dir() and not (out / PACKED_FILE).exists():
+        out, plan, place = self.config.out, self.config.plan, shown(self.config.out)
+        if exists(out):
+            raise UserError(f"{place} is there and is no directory; choose another --out")
+        if out.is_dir() and not exists(out / PACKED_FILE):
             ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
             others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name not in ours]
             if others:
                 raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory(out)
         facts = read_metadata(plan)
         with locked(out):
-            new = not (out / PACKED_FILE).exists()
+            new = not exists(out / PACKED_FILE)
             for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
                 for inner, packed, asked in differing(
                     {name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}
                 ):
                     told = f"{packed!r}, now it would be {asked!r}" if len(repr(packed)) < 200 else "another"
                     raise UserError(
-                        f"{out} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
+                        f"{place} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
                     )
             # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
             # digest of its rows, which are not compared: there may be a thousand commands.
             if read_metadata(out / PLAN_FILE) != facts:
                 for source, target in ((drops_path(plan), drops_path(out / PLAN_FILE)), (plan, out / PLAN_FILE)):
-                    if source.exists():
-                        with replacing(target) as aside:
-                            shutil.copyfile(source, aside)
+                    if exists(source):
+                        with replacing(target) as aside, open_file(source) as read, aside.open("wb") as written:
+                            shutil.copyfileobj(read, written)
             if new:
                 self.facts.save(out)
 
     def found(self, number: int) -> ShardEntry | None:
         path = self.path(number)
-        if not path.exists():
+        if not exists(path):
             return None
         shard = ShardFile(path)
         shard.close()
         settings = shard.facts.get("settings")
         settings = self._older | settings if isinstance(settings, dict) else settings
         if (shard.facts.get("plan"), settings) != (self.facts.plan, self.facts.of_shard(*self.span(number))):
-            raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
+            raise UserError(f"{shown(path)} was packed from another plan or with other settings; choose another --out")
         entry = _entry_of(shard, number)
         copied = media_path(self.config.out, number)
-        whole = not entry.media_bytes or (copied.is_file() and copied.stat().st_size == entry.media_bytes)
+        whole = not entry.media_bytes or (exists(copied) and file_size(copied) == entry.media_bytes)
         return entry if whole else None
 
     def do(self, task: PackTask) -> ShardEntry | None:
@@ -225,7 +225,7 @@ def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{shard.path} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
+            f"{shown(shard.path)} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
         ) from error
 
 

@@ -1,0 +1,269 @@
+"""Indexes, plans and packed directories in an object store are those of this machine, byte for byte, whatever the store
+answers in between.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("moto", reason="scripts/requirements/4-project.txt")
+pytest.importorskip("boto3", reason="scripts/requirements/4-project.txt")
+
+from click.testing import CliRunner
+from support.object_store import object_store
+from test_planned_loader import digests
+
+from energon_packing import errors, remote_files
+from energon_packing.cli.main import cli
+from energon_packing.demo import processor_path
+from energon_packing.errors import UserError
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.verify import VerifyConfig, verify
+
+FAULTS = {"503": 0.01, "hang": 0.01, "cut": 0.01, "less": 0.01}
+
+
+@pytest.fixture(scope="module")
+def served(dataset, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch, object_store(dataset, folder) as (store, address, config):
+        patch.setenv("MSC_CONFIG", str(config))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setattr(errors, "PAUSES", (0.01, 0.01, 0.01))
+        yield store, address
+
+
+def contents(place):
+    """Name -> SHA-256 of every file, here or in the store."""
+    if (address := remote_files.remote_address(place)) is not None:
+        files = {name: remote_files.read(f"{address}/{name}") for name, _ in remote_files.listed(address)}
+    else:
+        files = {
+            path.relative_to(place).as_posix(): path.read_bytes()
+            for path in place.rglob("*")
+            if path.is_file() and path.name != ".lock"
+        }
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+class Killed(BaseException):
+    """A process that ends."""
+
+
+@contextlib.contextmanager
+def failing(store):
+    store.fail_at_random(7, **FAULTS)
+    yield
+    store.fail_at_random(0)
+
+
+def beside(address, name):
+    return Path(os.path.dirname(address)) / name
+
+
+def made(run, data, out):
+    measure(MeasureConfig(paths=(data,), out=out / "index", workers=0), run)
+    make_plan([out / "index"], run, out / "plan.parquet", force=True)
+    for name, how in {"named": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}.items():
+        pack(PackConfig(plan=out / "plan.parquet", out=out / name, workers=0, shard_packs=2, **how))
+    return contents(out)
+
+
+def loaded(run, path):
+    data = type(run.data)(path=remote_files.shown(path), workers=0, repeat=False)
+    return digests(open_loader(type(run)(data=data, encoder=run.encoder, packing=run.packing)))
+
+
+def test_every_file_and_pack_is_the_same_from_and_to_a_store_that_fails(served, dataset, run_of, tmp_path):
+    store, address = served
+    run = run_of(dataset)
+    here, there = tmp_path, beside(address, "made")
+    plain = made(run, dataset, here / "plain")
+    expected = loaded(run, here / "plain/plan.parquet")
+    with failing(store):
+        found = {
+            (at, to): made(run, Path(data), out / f"of-{at}")
+            for at, data in {"here": dataset, "there": address}.items()
+            for to, out in {"here": here, "there": there}.items()
+        }
+        assert found["here", "here"] == found["here", "there"] == plain
+        assert found["there", "here"] == found["there", "there"]
+
+        def packs(files):  # an index and a plan also say where the data are
+            return {name: sha for name, sha in files.items() if name[:5] != "index" and "plan." not in name}
+
+        assert packs(found["there", "there"]) == packs(plain)
+        for at in ("here", "there"):
+            for name in ("plan.parquet", "named", "copied"):
+                assert loaded(run, there / f"of-{at}/{name}") == expected
+            assert not verify(VerifyConfig(directory=there / f"of-{at}/copied", share=0.3, workers=0)).findings
+            for name in ("plan.parquet", "index"):
+                assert not verify(VerifyConfig(directory=there / f"of-{at}/{name}")).findings
+        assert all(store.given[fault] for fault in FAULTS)
+    assert not list(remote_files.private_directory().glob(".*"))  # nothing is left aside
+
+
+def test_a_command_that_dies_between_two_uploads_leaves_nothing_complete_and_the_next_one_goes_on(
+    served, dataset, run_of, tmp_path, monkeypatch
+):
+    _, address = served
+    run, out = run_of(dataset), beside(address, "dies")
+    plain = made(run, dataset, tmp_path / "plain")
+    stored = []
+
+    def store(file, target, original=remote_files.store):
+        if len(stored) == most:
+            raise Killed
+        stored.append(target)
+        original(file, target)
+
+    monkeypatch.setattr("energon_packing.offline.files.store", store)
+    deaths, found = 0, None
+    for most in range(0, 40, 3):
+        stored.clear()
+        try:
+            found = made(run, dataset, out)
+            break
+        except Killed:
+            deaths += 1
+        for name, what in {
+            "index": "is not an index|holds no data set",
+            "named": "is not a packed|is not complete",
+        }.items():
+            if not any(done.endswith(f"{name}/{last}") for done in stored for last in ("index.json", "packed.json")):
+                continue
+            try:
+                told = [str(each) for each in verify(VerifyConfig(directory=out / name, workers=0)).findings]
+            except UserError as error:
+                told = [str(error)]
+            assert not told or re.search(what, told[0])
+    assert deaths > 5
+    assert found == plain
+
+
+def test_an_object_with_other_bytes_of_the_same_size_is_named_before_it_is_trained(served, dataset, run_of, tmp_path):
+    _, address = served
+    run = run_of(dataset)
+    made(run, Path(address), out := beside(address, "changed"))
+    for kind in ("text/train", "media/media"):
+        tar = f"{address}/{kind}-000000.tar"
+        before = remote_files.read(tar)
+        (file := tmp_path / "tar").write_bytes(before[:600] + bytes([before[600] ^ 1]) + before[601:])
+        remote_files.store(file, tar)
+        for path in ("plan.parquet", "named")[kind == "media/media" :]:
+            with pytest.raises(UserError, match=rf"{tar} changed since it was measured \(.*version \w+ instead of"):
+                loaded(run, out / path)
+        (report,) = [measure(MeasureConfig(paths=(Path(address),), out=out / "index", workers=0), run)]
+        assert report.measured > 0
+        file.write_bytes(before)
+        remote_files.store(file, tar)
+    assert measure(MeasureConfig(paths=(Path(address),), out=out / "index", workers=0), run).measured > 0
+    assert loaded(run, out / "plan.parquet")
+
+
+def test_an_index_of_before_that_knows_no_version_is_measured_no_second_time(
+    served, dataset, run_of, tmp_path, monkeypatch
+):
+    _, address = served
+    run, out = run_of(dataset), tmp_path / "index"
+    described = remote_files._described
+    monkeypatch.setattr(remote_files, "_described", lambda there: dataclasses.replace(described(there), version=""))
+    config = MeasureConfig(paths=(Path(address),), out=out, workers=0)
+    before = measure(config, run)
+    assert before.measured
+    make_plan([out], run, tmp_path / "plan.parquet")
+    monkeypatch.setattr(remote_files, "_described", described)
+    assert (after := measure(config, run)).measured == 0
+    assert after.reused == before.measured
+    assert loaded(run, tmp_path / "plan.parquet")
+
+
+def test_no_file_or_message_has_a_password(served, dataset, run_of, tmp_path, capfd):
+    _, address = served
+    run = run_of(dataset)
+    secret = "pa55word"
+    with pytest.MonkeyPatch.context() as patch:
+        config = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
+        for each in list(config["profiles"].values()):
+            each["credentials_provider"]["options"]["secret_key"] = secret
+            config["profiles"][(profile := f"secret-{tmp_path.name}")] = each
+        (tmp_path / "msc.json").write_text(json.dumps(config))
+        patch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+        data = Path(f"msc://{profile}/{address.rpartition('/')[2]}")
+        out = data.parent / "secret"
+        made(run, data, out)
+        packs = open_loader(
+            run_of(remote_files.shown(out / "plan.parquet"), data={"path": remote_files.shown(out / "plan.parquet")})
+        )
+        next(iter(packs))
+        state = json.dumps(packs.save_state(), default=str)
+        files = [remote_files.read(f"{remote_files.shown(out)}/{name}") for name in contents(out)]
+    assert len(files) > 10
+    assert not any(secret.encode() in file for file in files)
+    assert secret not in state
+    for what in ("measure", "plan", "pack", "verify", "stats"):
+        place = f"s3://key:{secret}@bucket/{what}.parquet"
+        more = {"measure": ["--list", "--out"], "plan": ["--out", "p.parquet"], "pack": ["--out", "p"]}.get(what, [])
+        done = CliRunner().invoke(cli, [what, *more, place])
+        assert (done.exit_code, secret in done.output) == (2, False), done.output
+        assert "://...@bucket" in done.output
+    out, err = capfd.readouterr()
+    assert secret not in out + err
+
+
+def test_a_bucket_that_is_missing_and_a_typo_are_one_sentence(served, dataset, run_of, tmp_path, monkeypatch):
+    _, address = served
+    config = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
+    for each in list(config["profiles"].values()):
+        each["storage_provider"]["options"]["base_path"] = "nobucket"
+        config["profiles"][(profile := f"none-{tmp_path.name}")] = each
+    (tmp_path / "msc.json").write_text(json.dumps(config))
+    made(run_of(dataset), dataset, tmp_path / "plain")
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    settings = tmp_path / "run.yaml"
+    settings.write_text(f"encoder: {{processor: {processor_path('qwen2_5_vl')}, decode_in_child: false}}\n")
+    plan, index = tmp_path / "plain/plan.parquet", tmp_path / "plain/index"
+    missing, typo, unknown = f"msc://{profile}", "msx://shelf", "msc://nowhere"
+    for place, why in {
+        missing: "there is no such bucket",
+        typo: "of a kind that is not read",
+        unknown: "Profile",
+    }.items():
+        for arguments in (
+            ["measure", dataset, "--config", settings, "--out", f"{place}/index"],
+            ["plan", index, "--set", "packing.drop_budget=1", "--config", settings, "--out", f"{place}/plan.parquet"],
+            ["pack", plan, "--out", f"{place}/packed"],
+        ):
+            done = CliRunner().invoke(cli, [*map(str, arguments), "--workers", "0"])
+            last = done.output.strip().splitlines()[-1]
+            assert done.exit_code == 2, done.output
+            assert re.match(rf"Error: .*{place}/.*{why}", last), last
+    for arguments, said in {
+        ("plan", f"{missing}/index", "--config", settings, "--out", "p.parquet"): "is not an index",
+        ("pack", f"{missing}/plan.parquet", "--out", "p"): "There is no plan",
+        ("verify", f"{missing}/packed"): "is not a packed directory",
+        ("preview", f"{missing}/plan.parquet", "--config", settings): "There is no plan",
+    }.items():
+        done = CliRunner().invoke(cli, [*map(str, arguments)])
+        assert done.exit_code == 2
+        assert re.match(rf"Error: .*{said}", done.output.strip().splitlines()[-1]), done.output
+
+
+def test_a_plan_and_its_first_pack_are_opened_with_six_requests_at_most(served, dataset, run_of, tmp_path):
+    store, address = served
+    made(run_of(dataset), dataset, out := beside(address, "asked"))
+    store.asked = 0
+    plan = Plan.open(out / "plan.parquet")
+    plan.packs(0, 1)
+    assert store.asked <= 6

@@ -1,14 +1,15 @@
 """Benchmark of training from an object store: packs per second, of those from local files, and requests per pack.
 
-The store is one of this machine that answers after 30 ms and sends 100 MB/s for each request (`bench.slow_store`);
-plans and manifests are local, records, media and packed shards are in it. Two loaders are open, one on local files and
-one on the store, and are timed in turn, so that other work on the machine hurts both; the medians of all turns count,
-and of their ratios, with quartiles. Packs that workers made while the other loader was timed do not count. The store
-takes its CPU time from the same cores, and local files are in the page cache; both speak against the store.
+The store is one of this machine that answers after 30 ms and sends 100 MB/s for each request (`bench.slow_store`).
+Records and media of the data set and the packed directories are in it; its plan is local. Two loaders are open, one on
+local files and one on the store, and are timed in turn, so that other work on the machine hurts both; the medians of
+all turns count, and of their ratios, with quartiles. Packs that workers made while the other loader was timed do not
+count. The store takes its CPU time from the same cores, and local files are in the page cache: both speak against it.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -35,7 +36,6 @@ def loaders(place: Path, address: str, given: argparse.Namespace) -> Iterator[tu
     from energon_packing.offline.measure import MeasureConfig, measure
     from energon_packing.offline.open_loader import open_loader
     from energon_packing.offline.pack import PackConfig, pack
-    from energon_packing.offline.packed import Packed, packed_loader
     from energon_packing.offline.planner import make_plan
 
     data = prepare_data(place / "served", conversations=given.conversations, camera_images=True)
@@ -52,19 +52,15 @@ def loaders(place: Path, address: str, given: argparse.Namespace) -> Iterator[tu
         measure(MeasureConfig(paths=(root,), out=place / f"index-{name}", workers=0), run)
         plans[name] = place / f"{name}.parquet"
         make_plan([place / f"index-{name}"], run, plans[name])
-    yield "plan", lambda: open_loader(at(plans["local"])), lambda: open_loader(at(plans["store"]))
+    yield "plan", *(functools.partial(open_loader, at(plans[name])) for name in ("local", "store"))
     for number, (name, (store, media)) in enumerate(_WAYS.items()):
         out = place / "served" / f"packed-{number}"
         pack(PackConfig(plan=plans["local"], out=out, store=store, media=media, shard_packs=given.shard_packs))
-
-        def from_store(out: Path = out) -> Any:
-            from unittest import mock
-
-            packed = dataclasses.replace(Packed.open(out), directory=Path(f"{address}/{out.name}"))
-            with mock.patch.object(Packed, "open", return_value=packed):
-                return packed_loader(at(out), workers=given.workers)
-
-        yield name, lambda out=out: open_loader(at(out)), from_store
+        yield (
+            name,
+            functools.partial(open_loader, at(out)),
+            functools.partial(open_loader, at(f"{address}/{out.name}")),
+        )
 
 
 class Lane:

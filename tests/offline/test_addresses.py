@@ -16,8 +16,9 @@ import pytest
 pytest.importorskip("moto", reason="scripts/requirements/4-project.txt")
 pytest.importorskip("boto3", reason="scripts/requirements/4-project.txt")
 
+import multistorageclient
 from click.testing import CliRunner
-from support.object_store import object_store
+from support.object_store import BUCKET, object_store
 from test_planned_loader import digests
 
 from energon_packing import errors, remote_files
@@ -147,7 +148,7 @@ def test_a_command_that_dies_between_two_uploads_leaves_nothing_complete_and_the
         try:
             found = made(run, dataset, out)
         except Killed:
-            most += 4
+            most += 2
             told |= {said_of(out / name) for name in ("index", "named", "copied")}
     known = "", "is not an index", "holds no data set", "is not a packed directory", "is not complete"
     assert {next(each for each in known[::-1] if each in said) for said in told} == {*known} - {"is not an index"}
@@ -269,3 +270,28 @@ def test_a_plan_and_its_first_pack_are_opened_with_six_requests_at_most(served, 
     plan = Plan.open(out / "plan.parquet")
     plan.packs(0, 1)
     assert store.asked <= 6
+
+
+def test_an_upload_that_was_broken_off_is_named(served, dataset, run_of, tmp_path):
+    _, address = served
+    made(run_of(dataset), dataset, out := beside(address, "broken"))
+    client, _ = multistorageclient.resolve_storage_client(address)
+    s3 = client._storage_provider._s3_client
+    begun = s3.create_multipart_upload(Bucket=BUCKET, Key="broken/named/shard-00099.bin")
+    assert "an upload of broken/named/shard-00099.bin was begun and broken off" in said_of(out / "named")
+    assert not said_of(out / "copied")
+    s3.abort_multipart_upload(Bucket=BUCKET, Key="broken/named/shard-00099.bin", UploadId=begun["UploadId"])
+    assert not said_of(out / "named")
+
+
+def test_what_is_stored_in_parts_is_compared_without_reading_it_back(served, tmp_path):
+    store, address = served
+    (file := tmp_path / "large").write_bytes(os.urandom(1 << 20) * 70)
+    target, store.asked = f"{os.path.dirname(address)}/large", 0
+    remote_files.store(file, target)
+    assert store.asked == 6  # begin, three parts, complete; size and checksum
+    assert "-3" in remote_files.status(target).version
+    with file.open("r+b") as opened:
+        opened.seek(40 << 20)
+        opened.write(b"another")
+    assert not remote_files.is_stored(file, target)

@@ -11,7 +11,7 @@ import os.path
 import re
 import sqlite3
 import tempfile
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,7 +86,7 @@ class _RemotePieces:
         self._ahead = b""
         self._end = -1  # of the piece before
         self.process, self.held = os.getpid(), 0
-        self._pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
+        self._pieces: dict[str, list[_Piece]] = {}
         self._looks: dict[tuple[Path, Any], Future[Any]] = {}
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class _RemotePieces:
                 joined += ((address, *edge, edge[1] - edge[0]) for edge in edges)
         for address, first, stop, left in joined:
             future = self._pool.submit(read_range, address, first, stop - first)
-            self._pieces[address].append(_Piece(owner, address, first, stop, left, future))
+            self._pieces.setdefault(address, []).append(_Piece(owner, address, first, stop, left, future))
             self.held += stop - first
 
     def ready(self, places: Iterable[Place]) -> bool:
@@ -155,7 +155,9 @@ class _RemotePieces:
         return next((each for each in self._pieces.get(address, ()) if each.start <= offset < each.stop), None)
 
     def _drop(self, piece: _Piece) -> None:
-        self._pieces[piece.address].remove(piece)
+        (some := self._pieces[piece.address]).remove(piece)
+        if not some:
+            del self._pieces[piece.address]
         piece.future.cancel()
         self.held -= piece.stop - piece.start
 

@@ -2,6 +2,7 @@
 store answers, and no more bytes at a time than were allowed.
 """
 
+import dataclasses
 import itertools
 import os
 import random
@@ -30,6 +31,7 @@ from energon_packing.offline.packed import PackedFacts
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shared import RowIndex
 
 WAYS = {"named": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 FAULTS = {"503": 0.01, "hang": 0.01, "cut": 0.01, "less": 0.01}
@@ -282,3 +284,19 @@ def test_a_fork_reads_with_threads_of_its_own(shelf):
         os._exit(files.read(place / name, 1000, 1000) != expected[1000:2000])
     assert os.waitpid(child, 0)[1] == 0
     assert files.read(place / name, 1000, 1000) == expected[1000:2000]
+
+
+def test_rows_that_ranks_share_are_read_ahead_too(shelf, run_of, tmp_path, monkeypatch):
+    _, place, local = shelf
+    owners = set()
+    start = source._RemotePieces.start
+    monkeypatch.setattr(
+        source._RemotePieces, "start", lambda self, owner, places: owners.add(owner) or start(self, owner, places)
+    )
+    found = []
+    for data in (local / "data", place / "data"):
+        run = dataclasses.replace(run_of(data), parallel=DYNAMIC, training=OF_PAGE.training)
+        (folder := tmp_path / str(len(found))).mkdir()
+        found.append(digests(open_loader(planned(run, remote_files.shown(data), folder), rank=1, world_size=4)))
+    assert found[0] == found[1]
+    assert len({owner for owner in owners if isinstance(owner, RowIndex)}) >= len(found[0])

@@ -1,5 +1,6 @@
 """The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
+import collections
 import copy
 import itertools
 import math
@@ -25,7 +26,7 @@ from energon_packing.offline.index import differing_lengths, pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.source import check_there
+from energon_packing.offline.source import PACKS_AHEAD, check_there
 from energon_packing.packing.pipeline import Layout, best_order, operations, stage_costs
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
 
@@ -120,9 +121,9 @@ class PlannedLoader(LoaderBase):
     def _read(self, every: Iterable[Any]) -> Iterator[Pack]:
         """The packs of some indexes, made by the workers."""
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
-            self._packs,
+            _ReadAhead(self._packs) if self._packs.in_store() else self._packs,
             batch_size=None,
-            sampler=iter(every),
+            sampler=_with_next(every, self._workers or 1) if self._packs.in_store() else iter(every),
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             collate_fn=lambda pack: pack,
@@ -202,6 +203,27 @@ class PlannedLoader(LoaderBase):
 
     def share_unpinned(self) -> None:
         self._pinned = False
+
+
+class _ReadAhead(torch.utils.data.Dataset[Pack]):
+    """Packs, each by its index with those that this worker is asked for after it."""
+
+    def __init__(self, packs: PositionedPacks) -> None:
+        self._packs = packs
+
+    def __getitem__(self, indexes: Sequence[Any]) -> Pack:
+        self._packs.expect(indexes)
+        return self._packs[indexes[0]]
+
+
+def _with_next(every: Iterable[Any], workers: int) -> Iterator[list[Any]]:
+    """Each index, and the next ones that torch, which deals them out in turn, gives to the same worker."""
+    indexes = iter(every)
+    coming = collections.deque(itertools.islice(indexes, PACKS_AHEAD * workers))
+    while coming:
+        yield [*coming][::workers]
+        coming.popleft()
+        coming.extend(itertools.islice(indexes, 1))
 
 
 def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Nothing in the files depends on when, where or by how many processes they were w
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -22,15 +22,16 @@ import numpy as np
 
 from energon_packing.config.setting import before
 from energon_packing.energon.samples import Pack
-from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.errors import ConfigError, PackingError, UserError, said_of_system
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import Count, differing, read_json, write_json
+from energon_packing.offline.index import MediaFile, shard_status
 from energon_packing.offline.loader import PlannedLoader, loader_of
-from energon_packing.offline.packs import Passes, PositionedPacks, check_media
+from energon_packing.offline.packs import Passes, PositionedPacks, check_media, media_places
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.shards import DamagedBytes, ShardFile
-from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
-from energon_packing.remote_files import check_remote, shown
+from energon_packing.offline.shards import DamagedBytes, ShardFile, from_bytes
+from energon_packing.offline.source import Place, PositionedMedia, ShardIndex
+from energon_packing.remote_files import PIECE_BYTES, check_remote, remote_address, shown
 from energon_packing.sample_kind import KINDS, AnyRun
 
 FORMAT = 1
@@ -164,12 +165,42 @@ class StoredPacks[Record](PositionedPacks):
                 "damaged, delete it and pack again."
             ) from error
 
+    def in_store(self) -> bool:
+        return remote_address(self._packed.directory) is not None or super().in_store()
+
+    def _stages(self, index: Any) -> Iterator[list[Place]]:
+        if (number := self.number(index)) is None:
+            return
+        at, facts = self._shard_of(number), self._packed.facts
+        if at not in self._seen:
+            if facts.shards[at].media_bytes:
+                self._files.remote.look(media_path(self._packed.directory, at), shard_status)
+            yield [ShardFile.end(shard_path(self._packed.directory, at), facts.shards[at].bytes)]
+        shard = self._shard(at)
+        self._seen.add(at)
+        place = shard.place(number - int(self._firsts[at]))
+        if facts.store != "tokens" or place[2] > PIECE_BYTES:
+            yield [place]
+            return
+        yield [place, place]  # read here, too
+        values, _ = from_bytes(shard.record(number - int(self._firsts[at])))
+        samples = values.get("samples") or values["clips"]
+        media = ((each["dataset"], [MediaFile(**file) for file in each.get("files", ())]) for each in samples)
+        yield [place for of in media for place in self._places(*of, at)]
+
+    def _places(self, number: int, media: Sequence[MediaFile], at: int) -> list[Place]:
+        """Of media of a data set, for a pack in the shard `at`."""
+        copied = media_path(self._packed.directory, at)
+        dataset, compared = self._packed.plan.facts.datasets[number], self._compared.setdefault(number, set())
+        return media_places(dataset, media, compared, self._files, copied)
+
     def _shard_of(self, number: int) -> int:
         return int(np.searchsorted(self._firsts, number, side="right")) - 1
 
     def _open(self) -> None:
+        super()._open()
         self._shard = functools.lru_cache(maxsize=MOST_SHARDS)(self._opened_shard)
-        self._files = TarFiles()
+        self._seen: set[int] = set()  # shards that were opened ahead
         self._compared: dict[int, set[int]] = {}
 
     def stored(self, number: int) -> Record:
@@ -181,33 +212,38 @@ class StoredPacks[Record](PositionedPacks):
             return cast(Record, self.record.from_bytes(shard.record(number - int(self._firsts[at]))))
         except DamagedBytes as error:
             raise UserError(
-                f"pack {number} in {shard.path} is damaged: {error}; run 'energon-packing verify', delete what "
+                f"pack {number} in {shown(shard.path)} is damaged: {error}; run 'energon-packing verify', delete what "
                 "it names and pack again"
             ) from error
 
     def _opened_shard(self, number: int) -> ShardFile:
-        shard = ShardFile(shard_path(self._packed.directory, number))
         entry = self._packed.facts.shards[number]
+        shard = ShardFile(shard_path(self._packed.directory, number), self._files.content, entry.bytes)
         if (shard.checksum, shard.bytes, shard.packs) != (entry.checksum, entry.bytes, entry.packs):
             raise UserError(
-                f"{shard.path} is not the shard that was packed; delete it and run 'energon-packing pack' again"
+                f"{shown(shard.path)} is not the shard that was packed; delete it and run 'energon-packing pack' again"
             )
+        copied = media_path(self._packed.directory, number)
+        if entry.media_bytes and remote_address(copied):
+            with said_of_system(f"{shown(copied)} cannot be looked at", "; put it back"):
+                size, *_ = self._files.remote.looked(copied, shard_status)
+            if size != entry.media_bytes:
+                raise UserError(f"{shown(copied)} has {size} bytes instead of {entry.media_bytes}; put it back")
         return shard
 
     def _media(self, sample: Any, number: int) -> PositionedMedia:
         dataset = self._packed.plan.facts.datasets[sample.dataset]
         root = Path(dataset.media_root)
-        copied = media_path(self._packed.directory, self._shard_of(number))
         first = any(file.shard >= 0 for file in sample.files) and not self._compared.get(sample.dataset)
         if first and ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
             raise UserError(
                 f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "
                 "another index); bring it back as it was, or measure, plan and pack again"
             )
-        check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()))
-        tars = [copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]) for file in sample.files]
-        places = zip(sample.files, tars, strict=True)
-        return PositionedMedia(self._files, {file.name: (tar, file.offset, file.size) for file, tar in places})
+        check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()), self._files)
+        places = self._places(sample.dataset, sample.files, self._shard_of(number))
+        named = zip((file.name for file in sample.files), places, strict=True)
+        return PositionedMedia(self._files, dict(named))
 
     def _subflavors(self, dataset: int) -> dict[str, Any]:
         return dict(self._packed.plan.facts.datasets[dataset].subflavors)

@@ -3,11 +3,12 @@ data sets.
 """
 
 import bisect
+import contextlib
 import copy
 import functools
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +22,7 @@ from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
-from energon_packing.errors import UserError, read_again
+from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import (
     OF_PART,
@@ -36,10 +37,10 @@ from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.offline.shared_work import WorkersConfig
-from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
+from energon_packing.offline.source import PACKS_AHEAD, Place, PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.packing.constraints import Size, shape_of
 from energon_packing.packing.model_cost import squares_of
-from energon_packing.remote_files import absolute, shown
+from energon_packing.remote_files import absolute, remote_address, shown
 from energon_packing.sample_kind import KINDS, kind_of_config
 
 
@@ -108,6 +109,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         self._ledger: Ledger | None = None
         self._worker: int | None = None
         self._run, self.shares = uuid.uuid4().hex[:12], Shares()
+        self._coming: dict[Any, tuple[Iterator[list[Place]], list[Place]]] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -117,9 +119,30 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         """Directories and addresses of the data sets that packs are made from."""
         return []
 
+    def in_store(self) -> bool:
+        """Whether packs are read from an object store, so that `expect` is worth while."""
+        return any(remote_address(each) is not None for each in self.roots())
+
+    def expect(self, indexes: Sequence[Any]) -> None:
+        """Reads ahead for the packs that this process is asked for next, and forgets what was read for others."""
+        self._opened()
+        remote = self._files.remote
+        self._coming = {index: self._coming.get(index) or (self._stages(index), []) for index in indexes}
+        remote.keep(self._coming)
+        for index, (stages, places) in self._coming.items():
+            with contextlib.suppress(Exception):  # the pack itself tells
+                while remote.ready(places) and (more := next(stages, None)) is not None:
+                    remote.start(index, places := more)
+            self._coming[index] = stages, places
+
+    def _stages(self, index: Any) -> Iterator[list[Place]]:
+        """What the pack at an index is read from; each stage is asked for when the one before it is there."""
+        yield from ()
+
     @abstractmethod
     def _open(self) -> None:
         """Opens files, in the process that reads them."""
+        self._files = TarFiles()
 
     @abstractmethod
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
@@ -179,14 +202,27 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
 
-def check_media(dataset: IndexedDataset, files: Iterable[MediaFile], compared: set[int]) -> None:
-    """Compares the shards of these files with what was measured, each once: `compared` has those that were. Raises
-    UserError: one is missing or another."""
-    for number in {file.shard for file in files if file.shard >= 0} - compared:
+def media_places(
+    dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles, copied: Path = Path()
+) -> list[Place]:
+    """Where media are: in shards of the data set, at which, unless `compared` has them, is looked ahead; or copied."""
+    found = []
+    for each in media:
+        path = copied if each.shard < 0 else inside(Path(dataset.media_root), dataset.media_shards[each.shard])
+        if each.shard not in compared and "".join(dataset.media_states[each.shard : each.shard + 1]):
+            files.remote.look(path, media_state)
+        found.append((path, each.offset, each.size))
+    return found
+
+
+def check_media(dataset: IndexedDataset, media: Iterable[MediaFile], compared: set[int], files: TarFiles) -> None:
+    """Compares the shards of media with what was measured, each once: `compared` has those that were. Raises UserError:
+    one is missing or another."""
+    for number in {file.shard for file in media if file.shard >= 0} - compared:
         path = inside(Path(dataset.media_root), dataset.media_shards[number])
         if before := "".join(dataset.media_states[number : number + 1]):  # an older index does not say it
             try:
-                now, _ = read_again(path, functools.partial(media_state, path))
+                now, _ = files.remote.looked(path, media_state)
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
             if not has_state(now, before):
@@ -206,6 +242,14 @@ class PlannedSource:
         self._media_compared: set[int] = set()
         self._media_index: ShardIndex | None = None
 
+    def places(self, planned: PlannedSample) -> list[Place]:
+        """Of the record and the media of a sample; at shards that were not compared, it is looked ahead."""
+        path = inside(self._root, self._dataset.shards[planned.shard].name)
+        if planned.shard not in self._compared:
+            self._files.remote.look(path, shard_status)
+        media = media_places(self._dataset, planned.media, self._media_compared, self._files)
+        return [(path, planned.offset, planned.size), *media]
+
     def sample(self, planned: PlannedSample) -> Any:
         """The cooked sample, whose media are read when it is rendered. Raises UserError: its shard is missing or is
         another than the one that was measured."""
@@ -221,20 +265,17 @@ class PlannedSource:
                     f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
                     f"index); {REMEDY}"
                 )
-        check_media(self._dataset, planned.media, self._media_compared)
-        record = self._files.read(path, planned.offset, planned.size)
-        media = {
-            each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
-            for each in planned.media
-        }
-        store = PositionedMedia(self._files, media, functools.partial(self._metadata, planned.key))
-        return self._part.sample(planned.key, record, store)
+        check_media(self._dataset, planned.media, self._media_compared, self._files)
+        record, *media = self.places(planned)
+        places = dict(zip((each.name for each in planned.media), media, strict=True))
+        store = PositionedMedia(self._files, places, functools.partial(self._metadata, planned.key))
+        return self._part.sample(planned.key, self._files.read(*record), store)
 
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         """The time of the last change is left out: a copy of a data set is as good."""
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         try:
-            size, _, version = read_again(path, lambda: shard_status(path))
+            size, _, version = self._files.remote.looked(path, shard_status)
         except OSError as error:
             raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
         known = identity.get("version") or version  # older indexes do not say it
@@ -273,12 +314,20 @@ class PlannedPacks(PositionedPacks):
         return self._plan.facts.roots(records=True)
 
     def _open(self) -> None:
-        files = TarFiles()
-        self._sources = [PlannedSource(each, files) for each in self._plan.facts.datasets]
+        super()._open()
+        self._sources = [PlannedSource(each, self._files) for each in self._plan.facts.datasets]
+        read = functools.lru_cache(maxsize=PACKS_AHEAD)
+        self._samples_of = read(lambda number: self._plan.packs(number, number + 1)[0].samples)
+
+    def _stages(self, index: Any) -> Iterator[list[Place]]:
+        number = self.number(index)
+        yield self._places(() if number is None else self._samples_of(number))
+
+    def _places(self, planned: Iterable[PlannedSample]) -> list[Place]:
+        return [place for each in planned for place in self._sources[each.dataset].places(each)]
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
-        (planned,) = self._plan.packs(number, number + 1)
-        return self._assembled([*self._rendered(planned.samples, ledger).values()])
+        return self._assembled([*self._rendered(self._samples_of(number), ledger).values()])
 
     def _rendered(
         self, planned: Sequence[PlannedSample], ledger: Ledger, positions: Sequence[int] = ()

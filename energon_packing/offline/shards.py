@@ -18,14 +18,14 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.remote_files import present, read_range, remote_address, shown
+from energon_packing.remote_files import TAIL_BYTES, present, read_range, remote_address, shown
 
 MOST_HEADER = 1 << 26
 """Bytes of a header that is read. That of a pack of a thousand samples with media has less than a hundredth."""
@@ -132,11 +132,13 @@ class ShardWriter:
 
 
 class ShardFile:
-    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. Raises
-    UserError: it is missing, cut off, or no shard."""
+    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process. `content`
+    reads places of one in a store, whose `size` in bytes is known. Raises UserError: it is missing, cut off, or no
+    shard."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: Callable[[Path, int, int], bytes] | None = None, size: int = 0) -> None:
         self.path, self._descriptor, self._address = path, -1, remote_address(path)
+        self._content, self._size, self._end = content, size, b""
         place = shown(path)
         try:
             read_again(place, self._look, self.close)
@@ -146,8 +148,17 @@ class ShardFile:
             self.close()
             raise UserError(f"{place} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
 
+    @staticmethod
+    def end(path: Path, size: int) -> tuple[Path, int, int]:
+        """What opening a shard of so many bytes in a store reads at once, with all of a short table."""
+        return path, max(0, size - TAIL_BYTES), min(TAIL_BYTES, size)
+
     def _piece(self, size: int, at: int) -> bytes:
-        return os.pread(self._open(), size, at) if self._address is None else read_range(self._address, at, size)
+        if self._address is None:
+            return os.pread(self._open(), size, at)
+        if (begin := at - self.bytes + len(self._end)) >= 0:
+            return self._end[begin : begin + size]
+        return self._content(self.path, at, size) if self._content else read_range(self._address, at, size)
 
     def _open(self) -> int:
         if self._descriptor < 0:
@@ -155,7 +166,12 @@ class ShardFile:
         return self._descriptor
 
     def _look(self) -> None:
-        self.bytes = os.fstat(self._open()).st_size if self._address is None else present(self._address).size
+        if self._address is None:
+            self.bytes = os.fstat(self._open()).st_size
+        else:
+            self.bytes = self._size or present(self._address).size
+            _, at, size = self.end(self.path, self.bytes)
+            self._end = self._piece(size, at)
         tail = self._piece(_TAIL, max(0, self.bytes - _TAIL))
         said = int.from_bytes(tail[:8], "little")
         if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
@@ -177,6 +193,11 @@ class ShardFile:
             or (self._places[1:] < self._places[:-1]).any()
         ):
             raise ValueError("its table of packs is damaged")
+        self._end = b""
+
+    def place(self, number: int) -> tuple[Path, int, int]:
+        """Where a record lies: the file, its first byte and its bytes."""
+        return self.path, int(self._places[number]), int(self._places[number + 1] - self._places[number])
 
     def record(self, number: int) -> memoryview:
         """The bytes of a record, in memory that may be written to without effect on the file. Raises UserError: the

@@ -24,6 +24,7 @@ from energon_packing.offline.blend import group_numbers
 from energon_packing.offline.loader import PlannedLoader
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, step_samples
+from energon_packing.offline.source import Place
 from energon_packing.packing.dynamic_context import Domain, StepSamples, best_size, share_step, static_step
 from energon_packing.thd.batch import Shared
 from energon_packing.validate.run_view import installed_version
@@ -114,6 +115,9 @@ class SharedPacks(PlannedPacks):
             )
             for place, row in enumerate(own)
         ]
+
+    def _stages(self, index: RowIndex) -> Iterator[list[Place]]:
+        yield self._places(self._plan.sample(number, place) for _, number, place in index.samples)
 
     def __getitem__(self, index: RowIndex) -> Pack:  # type: ignore[override]
         real, size = self._opened(), index.shared.local_cp_size

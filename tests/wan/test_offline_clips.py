@@ -18,6 +18,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.offline import source
 from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
@@ -212,6 +213,23 @@ def test_clips_that_moved_are_named_at_once(run, rows, tmp_path, kind):
     (tmp_path / "here").rename(tmp_path / "there")
     with pytest.raises(UserError, match=r"here/clips is not there; restore it, or measure"):
         open_loader(config)
+
+
+def test_every_way_is_read_ahead_from_a_store(planned, whole, tmp_path, monkeypatch):
+    pytest.importorskip("multistorageclient", reason="pip install '.[remote]'")
+    profile = {"storage_provider": {"type": "file", "options": {"base_path": str(tmp_path)}}}
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"clips-in-store": profile}}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    ahead = set()
+    start = source._RemotePieces.start
+    monkeypatch.setattr(
+        source._RemotePieces, "start", lambda self, owner, places: ahead.add(owner) or start(self, owner, places)
+    )
+    for way in ("copied", "pixels"):
+        packed(planned, tmp_path, way)
+        ahead.clear()
+        assert digests(open_loader(on(planned, f"msc://clips-in-store/{way}"))) == digests(whole)
+        assert ahead >= set(range(len(whole)))
 
 
 @pytest.fixture

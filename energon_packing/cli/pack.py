@@ -6,8 +6,16 @@ from typing import Any
 
 import click
 
-from energon_packing.cli.options import AT_LEAST_1, PATH, defaulted, executor_options, json_option, rank_options
-from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
+from energon_packing.cli.options import (
+    AT_LEAST_1,
+    PATH,
+    defaulted,
+    executor_options,
+    json_option,
+    rank_options,
+    words_of,
+)
+from energon_packing.cli.terminal import ShownProgress, answer, counted, starting, tell_missing
 
 _EXAMPLES = """\b
 Examples:
@@ -16,7 +24,7 @@ Examples:
   energon-packing pack plan.parquet --out packed --store pixels
   energon-packing pack plan.parquet --out packed --executor ray --address auto
   energon-packing pack plan.parquet --out packed --format bridge-parquet
-  energon-packing pack plan.parquet --out packed --rank $SLURM_ARRAY_TASK_ID --world-size 32
+  energon-packing pack plan.parquet --out packed --slurm job --shards-per-task 8
 """
 
 
@@ -46,7 +54,8 @@ Examples:
 @executor_options
 @rank_options
 @json_option
-def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
+@click.pass_context
+def pack(ctx: click.Context, plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     """Store the packs of the plan PLAN as arrays, in its order.
 
     The data sets of the plan must be where they were measured. A command that was interrupted continues with the shards
@@ -55,25 +64,25 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     starting(f"Packing {plan}", quiet=as_json)
     from energon_packing.offline import pack as packing
 
-    with ShownProgress({"pack": "packing"}, quiet=as_json) as shown:
-        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, **given), shown)
+    command = words_of(ctx, "slurm", "shards_per_task")
+    with ShownProgress({"pack": "packing"}, quiet=as_json, units={"pack": "packs"}) as shown:
+        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, command=command, **given), shown)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
-    if report.facts is None:
-        files = f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}"
-        lines = f"{out}: {counted(report.packs, 'pack')} in the form {form}\n{files}"
-        answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda _: click.echo(lines))
-        return
-    shards = report.facts.shards
-    said = {
-        "out": str(out),
-        **{name: getattr(report.facts, name) for name in ("plan", "store", "media", "packs")},
-        "shards": counts,
-        "samples": sum(shard.samples for shard in shards),
-        "bytes": sum(shard.bytes for shard in shards),
-        "media_bytes": sum(shard.media_bytes for shard in shards),
-        "drops": dict(sum((Counter(shard.drops) for shard in shards), Counter())),
-    }
-    answer(said, as_json, lambda told: _show(told, len(shards)))
+    said: dict[str, Any] = {"out": str(out), "packs": report.packs, "set_aside": report.set_aside, "shards": counts}
+    shards = () if report.facts is None else report.facts.shards
+    if report.facts is not None:
+        said |= {name: getattr(report.facts, name) for name in ("plan", "store", "media")}
+        said |= {name: sum(getattr(shard, name) for shard in shards) for name in ("samples", "bytes", "media_bytes")}
+        said["drops"] = dict(sum((Counter(shard.drops) for shard in shards), Counter()))
+
+    def show(_: Any) -> None:
+        if report.facts is None:
+            click.echo(f"{out}: {counted(report.packs, 'pack')} in the form {form}")
+        _show(said, len(shards))
+        tell_missing(report, "packed", out, given["slurm"])
+
+    answer(said, as_json, show)
+    ctx.exit(1 if report.set_aside else 0)
 
 
 def _show(said: dict[str, Any], count: int) -> None:
@@ -84,6 +93,3 @@ def _show(said: dict[str, Any], count: int) -> None:
         click.echo(f"{said['out']}: {held}")
         click.echo(f"dropped: {', '.join(f'{why} {number:,}' for why, number in said['drops'].items()) or 'none'}")
     click.echo(f"shards packed: {shards['packed']:,}, there before: {shards['reused']:,}")
-    if shards["missing"]:
-        yet = f"shards that other ranks have not packed yet: {shards['missing']:,}"
-        click.echo(f"{yet}; the last rank completes {said['out']}")

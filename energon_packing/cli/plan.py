@@ -30,6 +30,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @config_options
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
 @click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
+@click.option("--without", multiple=True, metavar="SHARD", help="Leave out a shard that `measure` set aside.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")
 @executor_options
@@ -40,6 +41,7 @@ def plan(
     overrides: tuple[str, ...],
     out: Path | None,
     splits: tuple[str, ...],
+    without: tuple[str, ...],
     force: bool,
     diff: bool,
     as_json: bool,
@@ -56,8 +58,8 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force or splits,
-                "--diff reads plans only: use it without --out, --force, --split, --config and --set.",
+                out is not None or config_path is not None or overrides or force or splits or without,
+                "--diff reads plans only: use it without --out, --force, --split, --without, --config and --set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
@@ -71,7 +73,8 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    facts = make_plan(given, config, out, force=force, splits=splits, **encoder_parts(config, given, **workers))
+    parts = encoder_parts(config, given, **workers)
+    facts = make_plan(given, config, out, force=force, splits=splits, without=without, **parts)
     told = {
         "plan": str(out),
         "id": facts.id,

@@ -36,7 +36,7 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     starting(f"Verifying {directory}", quiet=as_json)
     from energon_packing.offline import verify as verifying
 
-    with ShownProgress({"verify": "verifying"}, quiet=as_json) as shown:
+    with ShownProgress({"verify": "verifying"}, quiet=as_json, units={"verify": "packs"}) as shown:
         report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), shown)
 
     def show(_: Any) -> None:

@@ -1,11 +1,13 @@
 """What executors have in common: the work that they do, the account of tasks whose worker died, and their order."""
 
 import os
+import signal
+import threading
 import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Protocol
@@ -197,6 +199,23 @@ class Attempts[Task]:
         if self._apart is None:
             raise given_up
         return given_up
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM, which a scheduler sends first, an end that cleans up, unless the calling program handles it."""
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        if own:
+            signal.signal(signal.SIGTERM, end)
+        yield
+    finally:
+        if own:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def in_order[Task, Result](

@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import os.path
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -378,12 +379,14 @@ def make_plan(
     force: bool = False,
     left: Left | None = None,
     splits: Collection[str] = (),
+    without: Collection[str] = (),
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
     Args:
         directories: indexes, all measured with the encoder of `config`.
         splits: of what was measured; none takes the only one that there is.
+        without: shards that `measure` set aside, which are left out; each must be named.
         out: the plan; its drops are written beside it.
         limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
@@ -403,6 +406,7 @@ def make_plan(
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
     sources = Sources.open(directories, config, splits)
+    _check_set_aside(sources, {*without})
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
@@ -429,6 +433,19 @@ def make_plan(
     except OSError as error:
         raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
+
+
+def _check_set_aside(sources: Sources, without: set[str]) -> None:
+    """Refuses shards that were not measured and are not named, and names of others."""
+    holes = {f"{each.root}/{it.name}": it.samples for each in sources.datasets for it in each.shards if it.set_aside}
+    if unknown := without - holes.keys():
+        raise UserError(f"--without {min(unknown)} is no shard that `measure` set aside; leave it out.")
+    if left := sorted(holes.keys() - without):
+        told = " ".join(f"--without {shlex.quote(name)}" for name in left)
+        raise UserError(
+            f"The index lacks the {sum(map(holes.__getitem__, left))} samples of shards that `measure` set aside; "
+            f"measure again, or plan {told}"
+        )
 
 
 def _check_measured(directories: Sequence[str | Path], sources: Sources, samples: Samples, config: AnyRun) -> None:

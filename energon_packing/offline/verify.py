@@ -162,6 +162,7 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
         config,
         entries,
         ShardVerifier(packed, remade),
+        aside=lambda entry, why: (Finding(shard=entry.number, pack=None, what=str(why)), 0),
         size=lambda entry: entry.packs,
         progress=lambda done, total: progress("verify", done, total),
     )
@@ -258,6 +259,8 @@ class ShardVerifier:
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
             self._stored = self._kind.stored_packs(self._packed, self._encoder)
+
+    again = staticmethod(lambda task: task)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
         """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew. Raises

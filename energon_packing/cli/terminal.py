@@ -108,10 +108,10 @@ def tell_missing(report: Any, done: str, out: Any, slurm: Any) -> None:
     if report.set_aside:
         say(f"{out} lacks what they hold; the same command tries them again")
     if report.missing:
-        who, then = ("other commands have", f"the last of them, or this one again, completes {out}")
+        then = f"the last of such commands, or this one without --tasks, completes {out}"
         if slurm is not None:
-            who, then = "nobody has", f"submit them with: bash {shlex.quote(f'{slurm}/job.sh')}"
-        say(f"shards that {who} not {done} yet: {report.missing:,}; {then}")
+            then = f"submit them with: bash {shlex.quote(f'{slurm}/job.sh')}"
+        say(f"shards that nobody has {done} yet, as far as is known: {report.missing:,}; {then}")
 
 
 def starting(what: str, *, quiet: bool) -> None:

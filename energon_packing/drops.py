@@ -34,6 +34,7 @@ TIMEOUT, CRASH, ENDED = "decode_timeout", "decoder_crashed", "decoder_ended"
 nothing, since the memory killer may have ended the decoder."""
 WISHED = ("pair", "labelled_answer", "unwanted_answer")
 """Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
+SET_ASIDE = "set_aside"  # of samples that nobody could measure, in a plan that was made without them by their name
 QUARANTINED = "quarantined"  # why later runs drop such a sample
 SETTING_OF: Mapping[str, str | None] = {
     **dict.fromkeys((
@@ -42,6 +43,7 @@ SETTING_OF: Mapping[str, str | None] = {
         "no_pair", "no_such_tensor", "not_finite", "placeholder_mismatch", "quarantined", "render_error",
         "reserved_token", "restore_failed", "too_deep", "unknown_role", "unknown_tensor_format", "unmeasured",
         "unmeasured_media", "unreadable_shard", "unsafe_pickle", "unsupported_depth", "wrong_dtype", "wrong_shape",
+        SET_ASIDE,
     )),
     **dict.fromkeys(WISHED, "packing.pairs"),
     **dict.fromkeys(("extra_mismatch", "missing_extra"), "encoder.extra_fields"),
@@ -190,7 +192,7 @@ def _is_setting(name: str) -> bool:
 
 def unwished(reasons: Mapping[str, int], read: int) -> tuple[Counter[str], int]:
     """What the budget counts: drops by reason, and samples read, both without those that the run left out."""
-    counted = Counter({reason: count for reason, count in reasons.items() if reason not in WISHED})
+    counted = Counter({reason: count for reason, count in reasons.items() if reason not in (*WISHED, SET_ASIDE)})
     return counted, read - sum(reasons.values()) + counted.total()
 
 

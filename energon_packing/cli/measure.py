@@ -7,8 +7,8 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from energon_packing.cli.options import PATH, executor_options, json_option, rank_options, split_option
-from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table
+from energon_packing.cli.options import PATH, executor_options, json_option, rank_options, split_option, words_of
+from energon_packing.cli.terminal import ShownProgress, answer, print_warnings, say, starting, table, tell_missing
 from energon_packing.errors import refuse
 from energon_packing.remote_files import shown
 
@@ -16,7 +16,7 @@ _EXAMPLES = """\b
 Examples:
   energon-packing measure data/chats --config run.yaml --out index
   energon-packing measure data/chats data/charts --config run.yaml --out index --workers 16
-  energon-packing measure data/chats --config run.yaml --out index --rank $SLURM_ARRAY_TASK_ID --world-size 32
+  energon-packing measure data/chats --config run.yaml --out index --slurm job --shards-per-task 8
   energon-packing measure data/chats --config run.yaml --out index --executor ray --address 10.0.0.1:6379
   energon-packing measure --list --out index
   energon-packing measure --remove data/chats --out index
@@ -64,15 +64,17 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         changes = () if listed else measuring.edit_index(out, remove=datasets, split=only, prune=prune)
         report = measuring.MeasureReport(index=Index.open(out), measured=0, reused=0, missing=0, changes=tuple(changes))
     else:
-        asked = measuring.MeasureConfig(paths=datasets, out=out, split=split, **given)
+        command = words_of(ctx, "slurm", "shards_per_task")
+        asked = measuring.MeasureConfig(paths=datasets, out=out, split=split, command=command, **given)
         run = KINDS.find(kind_of_data(datasets[0], split)).load_run(config)
-        with ShownProgress({"measure": "measuring"}, quiet=as_json) as progress:
+        with ShownProgress({"measure": "measuring"}, quiet=as_json, units={"measure": "samples"}) as progress:
             report = measuring.measure(asked, run, progress)
     measured = () if report.index is None else report.index.datasets
     said: dict[str, Any] = {
         "out": shown(out),
         "shards": {"measured": report.measured, "reused": report.reused, "missing": report.missing},
         "changes": report.changes,
+        "set_aside": report.set_aside,
         "datasets": [
             {"dataset": each.name, "path": each.path, "root": each.root, "split": each.asked_split}
             | {"shards": len(each.shards)}
@@ -96,8 +98,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         if pairs := pair_counts(measured):
             say(f"{pairs}; packing.pairs is {run.packing.pairs}")
         say(f"shards measured: {report.measured:,}, up to date: {report.reused:,}")
-        if report.missing:
-            yet = f"shards that other ranks have not measured yet: {report.missing:,}"
-            say(f"{yet}; the last rank completes {said['out']}")
+        tell_missing(report, "measured", said["out"], given["slurm"])
 
     answer(said, as_json, show, ensure_ascii=False)
+    ctx.exit(1 if report.set_aside else 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from energon_packing.errors import UserError
 from energon_packing.executors.work import EXECUTORS
@@ -89,4 +90,19 @@ rank_options = together(
         "--rank", type=AT_LEAST_0, default=0, help="Number of this one among --world-size such commands, from 0."
     ),
     click.option("--world-size", type=AT_LEAST_1, default=1, help="Number of such commands."),
+    click.option("--tasks", type=FILE, help="Do only the shards that this file names, one a line, as --slurm does."),
+    click.option("--slurm", type=PATH, help="Do nothing: write a job for Slurm there, of what is missing."),
+    click.option("--shards-per-task", type=AT_LEAST_1, help="Of its array. Default: so many that 1,000 tasks do all."),
 )
+
+
+def words_of(ctx: click.Context, *left_out: str) -> tuple[str, ...]:
+    """The command as it was given, without some options; all options come before the rest."""
+    options, others = [str(ctx.info_name)], list[Any]()
+    for each in ctx.command.params:
+        value, source = ctx.params.get(str(each.name)), ctx.get_parameter_source(str(each.name))
+        if isinstance(each, click.Argument):
+            others += value if isinstance(value, tuple) else [value]
+        elif source is ParameterSource.COMMANDLINE and each.name not in left_out:
+            options.append(each.opts[0] if value is True else f"{each.opts[0]}={value}")
+    return (*options, "--", *map(str, others))

@@ -6,8 +6,16 @@ from typing import Any
 
 import click
 
-from energon_packing.cli.options import AT_LEAST_1, PATH, defaulted, executor_options, json_option, rank_options
-from energon_packing.cli.terminal import ShownProgress, answer, counted, starting
+from energon_packing.cli.options import (
+    AT_LEAST_1,
+    PATH,
+    defaulted,
+    executor_options,
+    json_option,
+    rank_options,
+    words_of,
+)
+from energon_packing.cli.terminal import ShownProgress, answer, counted, starting, tell_missing
 from energon_packing.remote_files import shown
 
 _EXAMPLES = """\b
@@ -17,7 +25,7 @@ Examples:
   energon-packing pack plan.parquet --out packed --store pixels
   energon-packing pack plan.parquet --out packed --executor ray --address auto
   energon-packing pack plan.parquet --out packed --format bridge-parquet
-  energon-packing pack plan.parquet --out packed --rank $SLURM_ARRAY_TASK_ID --world-size 32
+  energon-packing pack plan.parquet --out packed --slurm job --shards-per-task 8
 """
 
 
@@ -47,7 +55,8 @@ Examples:
 @executor_options
 @rank_options
 @json_option
-def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
+@click.pass_context
+def pack(ctx: click.Context, plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     """Store the packs of the plan PLAN as arrays, in its order.
 
     The data sets of the plan must be where they were measured. A command that was interrupted continues with the shards
@@ -56,25 +65,25 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     starting(f"Packing {shown(plan)}", quiet=as_json)
     from energon_packing.offline import pack as packing
 
-    with ShownProgress({"pack": "packing"}, quiet=as_json) as progress:
-        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, **given), progress)
+    command = words_of(ctx, "slurm", "shards_per_task")
+    with ShownProgress({"pack": "packing"}, quiet=as_json, units={"pack": "packs"}) as progress:
+        report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, command=command, **given), progress)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
-    if report.facts is None:
-        files = f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}"
-        lines = f"{out}: {counted(report.packs, 'pack')} in the form {form}\n{files}"
-        answer({"out": str(out), "packs": report.packs, **counts}, as_json, lambda _: click.echo(lines))
-        return
-    shards = report.facts.shards
-    said = {
-        "out": shown(out),
-        **{name: getattr(report.facts, name) for name in ("plan", "store", "media", "packs")},
-        "shards": counts,
-        "samples": sum(shard.samples for shard in shards),
-        "bytes": sum(shard.bytes for shard in shards),
-        "media_bytes": sum(shard.media_bytes for shard in shards),
-        "drops": dict(sum((Counter(shard.drops) for shard in shards), Counter())),
-    }
-    answer(said, as_json, lambda told: _show(told, len(shards)))
+    said: dict[str, Any] = {"out": shown(out), "packs": report.packs, "set_aside": report.set_aside, "shards": counts}
+    shards = () if report.facts is None else report.facts.shards
+    if report.facts is not None:
+        said |= {name: getattr(report.facts, name) for name in ("plan", "store", "media")}
+        said |= {name: sum(getattr(shard, name) for shard in shards) for name in ("samples", "bytes", "media_bytes")}
+        said["drops"] = dict(sum((Counter(shard.drops) for shard in shards), Counter()))
+
+    def show(_: Any) -> None:
+        if report.facts is None:
+            click.echo(f"{shown(out)}: {counted(report.packs, 'pack')} in the form {form}")
+        _show(said, len(shards))
+        tell_missing(report, "packed", said["out"], given["slurm"])
+
+    answer(said, as_json, show)
+    ctx.exit(1 if report.set_aside else 0)
 
 
 def _show(said: dict[str, Any], count: int) -> None:
@@ -85,6 +94,3 @@ def _show(said: dict[str, Any], count: int) -> None:
         click.echo(f"{said['out']}: {held}")
         click.echo(f"dropped: {', '.join(f'{why} {number:,}' for why, number in said['drops'].items()) or 'none'}")
     click.echo(f"shards packed: {shards['packed']:,}, there before: {shards['reused']:,}")
-    if shards["missing"]:
-        yet = f"shards that other ranks have not packed yet: {shards['missing']:,}"
-        click.echo(f"{yet}; the last rank completes {said['out']}")

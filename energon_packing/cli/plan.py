@@ -31,6 +31,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @config_options
 @click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
 @click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
+@click.option("--without", multiple=True, metavar="SHARD", help="Leave out a shard that `measure` set aside.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option(
     "--extend", metavar="PLAN", type=FILE, help="Keep the packs of this plan that are trained: those before --from."
@@ -45,6 +46,7 @@ def plan(
     overrides: tuple[str, ...],
     out: Path | None,
     splits: tuple[str, ...],
+    without: tuple[str, ...],
     force: bool,
     extend: Path | None,
     first: int | None,
@@ -63,8 +65,9 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force or splits or extend is not None,
-                "--diff reads plans only: use it without --out, --force, --split, --extend, --config and --set.",
+                out is not None or config_path is not None or overrides or force or splits or without or extend,
+                "--diff reads plans only: use it without --out, --force, --split, --without, --extend, --config and "
+                "--set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )
@@ -79,7 +82,7 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = KINDS.find(kind_of(Index.open(given[0]).datasets)).load_run(config_path, overrides)
-    parts = encoder_parts(config, given, **workers) | {"extend": extend, "first": first or 0}
+    parts = encoder_parts(config, given, **workers) | {"without": without, "extend": extend, "first": first or 0}
     facts = make_plan(given, config, out, force=force, splits=splits, **parts)
     told = {
         "plan": shown(out),

@@ -1,6 +1,7 @@
 """What commands print: tables, numbers with their nouns, warnings, JSON, and the progress of long work."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,6 +100,18 @@ def print_warnings(warnings: Iterable[str]) -> None:
     """Prints sentences that nobody should miss."""
     for sentence in warnings:
         Console().print(cell(f"warning: {sentence}", "yellow"))
+
+
+def tell_missing(report: Any, done: str, out: Any, slurm: Any) -> None:
+    """Prints what a command of shards left to do, and to whom."""
+    print_warnings(report.set_aside)
+    if report.set_aside:
+        say(f"{out} lacks what they hold; the same command tries them again")
+    if report.missing:
+        then = f"the last of such commands, or this one without --tasks, completes {out}"
+        if slurm is not None:
+            then = f"submit them with: bash {shlex.quote(f'{slurm}/job.sh')}"
+        say(f"shards that nobody has {done} yet, as far as is known: {report.missing:,}; {then}")
 
 
 def starting(what: str, *, quiet: bool) -> None:

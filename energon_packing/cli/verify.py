@@ -37,7 +37,7 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     starting(f"Verifying {shown(directory)}", quiet=as_json)
     from energon_packing.offline import verify as verifying
 
-    with ShownProgress({"verify": "verifying"}, quiet=as_json) as progress:
+    with ShownProgress({"verify": "verifying"}, quiet=as_json, units={"verify": "packs"}) as progress:
         report = verifying.verify(verifying.VerifyConfig(directory=directory, **given), progress)
 
     def show(_: Any) -> None:

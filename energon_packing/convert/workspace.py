@@ -10,9 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -27,6 +25,7 @@ from energon_packing.convert.layout import fingerprint_difference, read_report
 from energon_packing.convert.media_files import FETCHED
 from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of, said_of_system
+from energon_packing.executors.work import ended_by_sigterm
 from energon_packing.line_file import lock
 from energon_packing.remote_files import (
     is_stored,
@@ -132,21 +131,10 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
 @contextmanager
 def dry_workspace() -> Iterator[Path]:
     """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
-    with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
-        own = threading.current_thread() is threading.main_thread()
-        own = own and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # which leaves the directory there
-
-        def end(number: int, _: object) -> None:
-            raise SystemExit(128 + number)
-
-        try:
-            if own:
-                signal.signal(signal.SIGTERM, end)
-            (build := Path(scratch, "build")).mkdir()
-            yield build
-        finally:
-            if own:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    scratch = tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True)
+    with scratch as directory, ended_by_sigterm():
+        (build := Path(directory, "build")).mkdir()
+        yield build
 
 
 def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:

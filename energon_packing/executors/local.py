@@ -53,18 +53,19 @@ class LocalProcesses:
         self._count = count
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
-        attempts = Attempts(tasks, work.name)
+        attempts = Attempts(tasks, work)
         workers: list[_Worker] = []
-        done: list[tuple[Task, Result]] = []
+        done: list[tuple[Task, Any]] = []
         try:
             while True:
                 self._give_out(attempts, work, workers)
                 yield from done  # while the workers go on
-                busy = {worker.connection: worker for worker in workers if worker.given}
-                if not (busy or done):
+                if not (attempts.running or done):
                     return
                 done = []
-                for connection in wait(list(busy)) if busy else ():
+                busy = {worker.connection: worker for worker in workers if worker.given}
+                patience = attempts.patience() if len(busy) < self._count else None
+                for connection in wait(list(busy), patience) if attempts.running else ():
                     worker = busy[connection]  # type: ignore[index]
                     attempt = worker.given.popleft()
                     try:
@@ -72,12 +73,14 @@ class LocalProcesses:
                     except (EOFError, OSError):
                         workers.remove(worker)
                         worker.connection.close()
-                        attempts.died(attempt, worker.how_it_ended())
+                        if (given_up := attempts.died(attempt, worker.how_it_ended())) is not None:
+                            done.append((attempt.task, given_up))
                         attempts.give_back(*worker.given)
                         continue
                     if kind == "failed":
                         raise value
-                    done.append((attempt.task, value))
+                    if attempts.done(attempt):
+                        done.append((attempt.task, value))
         finally:
             started = [worker for worker in workers if worker.process.pid is not None]
             for worker in started:
@@ -94,9 +97,9 @@ class LocalProcesses:
                 worker = None
             held = 0 if worker is None else len(worker.given)
             attempt = attempts.take() if held < getattr(work, "queued", 1) else None
-            if attempt is None:
+            if attempt is None and (held or (attempt := attempts.take_slow()) is None):
                 return
-            message = ForkingPickler.dumps(attempt.task)
+            message = ForkingPickler.dumps(attempts.sent(attempt))
             if held and len(message) > _SMALL:
                 attempts.give_back(attempt)
                 return

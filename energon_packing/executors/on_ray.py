@@ -14,6 +14,7 @@ _OBJECT_STORE_BYTES = 100 << 20
 """Of a cluster of our own. Only the work, tasks and results pass through it, which are small."""
 _MOST_FAILED_STARTS = 3
 _KNOCK_SECONDS = 10.0
+_LOOK_SECONDS = 5.0
 
 
 class RayWorkers:
@@ -75,47 +76,71 @@ class RayWorkers:
     def _results[Task, Result](
         self, tasks: Iterable[Task], work: Work[Task, Result], actors: list[Any]
     ) -> Results[Task, Result]:
-        ray = self._ray
-        kind = ray.remote(num_cpus=1, max_restarts=0)(_Worker)
-        count = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        attempts = Attempts(tasks, work.name)
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray, crashes = self._ray, (self._ray.exceptions.WorkerCrashedError, self._ray.exceptions.OutOfMemoryError)
+        kind, ask = ray.remote(num_cpus=1, max_restarts=0)(_Worker), ray.remote(num_cpus=0, max_retries=0)(_lives)
+        attempts = Attempts(tasks, work)
         described = ray.put(work)
-        waiting: dict[Any, tuple[Any, Attempt[Task] | None]] = {}
+        # Of each answer that is to come: what was asked, of whom, about which task; and how a worker ended.
+        waiting: dict[Any, tuple[str, Any, Attempt[Task] | None, str]] = {}
+        nodes: dict[Any, str] = {}  # of actors
         free: list[Any] = []
         failed_starts = 0
         to_give: Attempt[Task] | None = None
         while True:
-            while (to_give := to_give or attempts.take()) is not None and free:
+            while (to_give := to_give or attempts.take() or (attempts.take_slow() if free else None)) and free:
                 actor = free.pop()
-                waiting[actor.do.remote(to_give.task)] = actor, to_give
+                waiting[actor.do.remote(attempts.sent(to_give))] = "do", actor, to_give, ""
                 to_give = None
             # A busy cluster starts some of them late or never, and the others do not wait for them.
-            while to_give is not None and len(actors) < count:
+            while to_give is not None and len(actors) < self._most():
                 actors.append(kind.remote())
-                waiting[actors[-1].begin.remote(described)] = actors[-1], None
-            if to_give is None and all(attempt is None for _, attempt in waiting.values()):
+                waiting[actors[-1].node.remote()] = "node", actors[-1], None, ""
+            if not attempts.running:
                 return
-            (done, *_), _ = ray.wait(list(waiting), num_returns=1)
-            actor, attempt = waiting.pop(done)
-            try:
-                result = ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ray.exceptions.RaySystemError):  # it could not even be unpickled there
-                    raise _cannot_start(_sentence(error.cause)) from error
-                raise (error.cause if isinstance(error.cause, Exception) else error) from error
-            except ray.exceptions.RayError as error:
-                actors.remove(actor)
-                how = f"ended: {_sentence(error)}"
-                if attempt is not None:
-                    attempts.died(attempt, how)
-                elif (failed_starts := failed_starts + 1) >= _MOST_FAILED_STARTS:
-                    raise _cannot_start(how) from error
-                continue
-            free.append(actor)
-            if attempt is None:
-                failed_starts = 0
-            else:
-                yield attempt.task, result
+            patience = attempts.patience() if free else None
+            seconds = _LOOK_SECONDS if patience is None else min(patience, _LOOK_SECONDS)  # for nodes that are new
+            for done in ray.wait(list(waiting), num_returns=1, timeout=seconds)[0]:
+                asked, actor, attempt, how = waiting.pop(done)
+                result: Any = None
+                lost: Exception | None = None
+                try:
+                    result = ray.get(done)
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(error.cause, ray.exceptions.RaySystemError):  # it could not even be unpickled there
+                        raise _cannot_start(_sentence(error.cause)) from error
+                    raise (error.cause if isinstance(error.cause, Exception) else error) from error
+                except ray.exceptions.RayError as error:
+                    lost = error
+                if asked == "life" and lost is not None and not isinstance(lost, crashes):
+                    if attempt is not None:  # it was preempted, or cannot be reached
+                        attempts.give_back(attempt)
+                elif asked == "life" and attempt is not None:
+                    if (given_up := attempts.died(attempt, how)) is not None:
+                        yield attempt.task, given_up  # type: ignore[misc]
+                elif asked == "life":
+                    if (failed_starts := failed_starts + 1) >= _MOST_FAILED_STARTS:
+                        raise _cannot_start(how)
+                elif lost is not None:
+                    actors.remove(actor)
+                    # Whether it died by itself or with its node says that node: what must run there, runs or cannot.
+                    there = NodeAffinitySchedulingStrategy(nodes[actor], soft=False) if actor in nodes else "DEFAULT"
+                    told = ask.options(scheduling_strategy=there).remote()
+                    waiting[told] = "life", actor, attempt, f"ended: {_sentence(lost)}"
+                elif asked == "node":
+                    nodes[actor] = result
+                    waiting[actor.begin.remote(described)] = "begin", actor, None, ""
+                else:
+                    free.append(actor)
+                    if attempt is None:
+                        failed_starts = 0
+                    elif attempts.done(attempt):
+                        yield attempt.task, result
+
+    def _most(self) -> int:
+        """Workers, of all nodes that there are now."""
+        return self._count or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
 
 def _cannot_start(why: str) -> UserError:
@@ -130,8 +155,17 @@ def _sentence(error: Exception) -> str:
     return lines[0].removeprefix("System error: ")[:400].rstrip(".") if lines else type(error).__name__
 
 
+def _lives() -> None:
+    """What a node does that is not lost."""
+
+
 class _Worker:
     """One actor, which is told what to do before it does it."""
+
+    def node(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def begin(self, work: Work[Any, Any]) -> None:
         self._work = work

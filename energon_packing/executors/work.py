@@ -1,17 +1,26 @@
 """What executors have in common: the work that they do, the account of tasks whose worker died, and their order."""
 
 import os
+import signal
+import threading
+import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Final, Protocol
 
 from energon_packing.errors import UserError, refuse
 from energon_packing.registry import Registry
 
 _MOST_WORKERS = 64  # on a machine of fewer than 16 processors; else 4 for each
-MOST_DEATHS = 2  # a task is given up when this many workers died at it
+MOST_DEATHS = 3  # a task is given up when this many workers died at it, the last one while no other task was done
+SLOW, SLOW_SECONDS = 2.0, 10.0
+"""A task is slow if it takes so many times the median of those that are done, and at least so many seconds."""
+_FEWEST, _ONE_IN = 3, 20
+"""Tasks that must be done before one is slow; and one in so many is done twice at most, or one."""
 
 NOT_YET: Final[Any] = object()
 """In an iterable of tasks: there is none now, but there may be one after the next result, which is to come."""
@@ -51,8 +60,8 @@ class Executor(Protocol):
         """Yields each task with its result, in the order in which they are done.
 
         Tasks are taken from the iterable only when a worker is free for them. A worker that dies costs its own task
-        once: another worker does it again. Close the iterator to end all workers at once. Raises UserError: two workers
-        died at the same task, or there are no workers; Exception: what a task raised.
+        once: another worker does it again. Close the iterator to end all workers at once. Raises GivenUp: `MOST_DEATHS`
+        workers died at the same task; UserError: there are no workers; Exception: what a task raised.
         """
 
 
@@ -79,42 +88,134 @@ class CallingProcess:
             yield task, work.do(task)
 
 
+class GivenUp(UserError):
+    """Too many workers died at a task."""
+
+
 @dataclass(slots=True, eq=False)
 class Attempt[Task]:
-    """A task that was given out, and how many workers died at it."""
+    """A task that was given out, how many workers have it and died at it, since when, and whether it is done."""
 
     task: Task
+    workers: int = 0
     deaths: int = 0
+    began: float = 0.0
+    ended: bool = False
 
 
 class Attempts[Task]:
-    """Tasks that are still to be given out: those whose worker died first, then new ones, taken one at a time."""
+    """Tasks that are still to be given out: those whose worker died first, then new ones, taken one at a time; those
+    that one more death gives up come last. `running` are those that workers have and that nobody has done."""
 
-    def __init__(self, tasks: Iterable[Task], name: Callable[[Task], str]) -> None:
+    def __init__(self, tasks: Iterable[Task], work: Work[Task, Any]) -> None:
         self._new = iter(tasks)
         self._again: deque[Attempt[Task]] = deque()
-        self._name = name
+        self._last: deque[Attempt[Task]] = deque()
+        self._work = work
+        self._apart: Callable[[Task], Task] | None = getattr(work, "again", None)
+        self._seconds: list[float] = []  # of tasks that are done, ascending
+        self._twice = 0
+        self.running: set[Attempt[Task]] = set()
 
     def take(self) -> Attempt[Task] | None:
         """The next task to give out; None if all are given out, or if there is none yet."""
         if self._again:
-            return self._again.popleft()
-        for task in self._new:
-            return None if task is NOT_YET else Attempt(task)
-        return None
+            attempt = self._again.popleft()
+        elif (task := next(self._new, NOT_YET)) is not NOT_YET:
+            attempt = Attempt(task)
+        elif self._last and not self.running:  # nothing else needs memory while it is done
+            attempt = self._last.popleft()
+        else:
+            return None
+        return self._taken(attempt)
+
+    def take_slow(self) -> Attempt[Task] | None:
+        """A slow task for a worker for which there is no other one; None if there is none."""
+        attempt, seconds = self._slowest()
+        if attempt is None or seconds > 0:
+            return None
+        self._twice += 1
+        return self._taken(attempt)
+
+    def _taken(self, attempt: Attempt[Task]) -> Attempt[Task]:
+        self.running.add(attempt)
+        attempt.workers += 1
+        return attempt
+
+    def patience(self) -> float | None:
+        """Seconds until `take_slow` has a task, if none is done before; None if it will not have any."""
+        attempt, seconds = self._slowest()
+        return None if attempt is None else max(seconds, 0.0)
+
+    def _slowest(self) -> tuple[Attempt[Task] | None, float]:
+        alone = [each for each in self.running if each.workers == 1]
+        done = len(self._seconds)
+        if self._apart is None or not alone or done < _FEWEST or self._twice >= max(1, done // _ONE_IN):
+            return None, 0.0
+        first = min(alone, key=lambda each: each.began)
+        return first, first.began + max(SLOW * median(self._seconds), SLOW_SECONDS) - time.monotonic()
+
+    def sent(self, attempt: Attempt[Task]) -> Task:
+        """What a worker is told to do, now."""
+        if attempt.workers > 1 and self._apart is not None:
+            return self._apart(attempt.task)
+        attempt.began = time.monotonic()
+        return attempt.task
 
     def give_back(self, *attempts: Attempt[Task]) -> None:
-        """Takes back tasks that no worker began; they are given out first, in this order."""
-        self._again.extendleft(reversed(attempts))
+        """Takes back tasks that no worker began, or whose worker is gone by no fault of theirs; they are given out
+        first, in this order."""
+        self._again.extendleft(attempt for attempt in reversed(attempts) if self._is_left(attempt))
 
-    def died(self, attempt: Attempt[Task], how: str) -> None:
-        """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), which the second one gives up."""
+    def _is_left(self, attempt: Attempt[Task]) -> bool:
+        """Whether nobody has a task any more, now that one worker less has it, and it is not done."""
+        attempt.workers -= 1
+        if attempt.workers == 0:
+            self.running.discard(attempt)
+        return not (attempt.workers or attempt.ended)
+
+    def done(self, attempt: Attempt[Task]) -> bool:
+        """Notes that a worker did a task; whether it is the first one."""
+        first, attempt.ended = not attempt.ended, True
+        self._is_left(attempt)
+        self.running.discard(attempt)
+        if first:
+            insort(self._seconds, time.monotonic() - attempt.began)
+        return first
+
+    def died(self, attempt: Attempt[Task], how: str) -> GivenUp | None:
+        """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), which another one does again. The
+        last one of `MOST_DEATHS` gives it up: the result of a task that stands alone, else it is raised."""
         attempt.deaths += 1
-        if attempt.deaths >= MOST_DEATHS:
-            died = f"{attempt.deaths} workers died at it, and the last one {how}"
-            fix = "if memory is short, use fewer --workers"
-            raise UserError(f"{self._name(attempt.task)} was given up: {died}; {fix}")
-        self._again.append(attempt)
+        if not self._is_left(attempt):
+            return None
+        if attempt.deaths < MOST_DEATHS:
+            (self._last if attempt.deaths == MOST_DEATHS - 1 else self._again).append(attempt)
+            return None
+        attempt.ended = True
+        died = f"{attempt.deaths} workers died at it, and the last one {how}"
+        fix = "if memory is short, use fewer --workers"
+        given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {died}; {fix}")
+        if self._apart is None:
+            raise given_up
+        return given_up
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM, which a scheduler sends first, an end that cleans up, unless the calling program handles it."""
+    own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        if own:
+            signal.signal(signal.SIGTERM, end)
+        yield
+    finally:
+        if own:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def in_order[Task, Result](

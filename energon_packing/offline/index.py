@@ -118,6 +118,7 @@ class IndexedShard:
     # pairs, unwanted: as in `PairCounts`, dropped ones included; 0 in indexes of versions that did not count
     pairs: Count = 0
     unwanted: Count = 0
+    set_aside: bool = False  # whether nobody could measure it: its rows say no more than that
 
     @property
     def file(self) -> str:

@@ -22,6 +22,7 @@ from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import length_free_of, marked, marked_and_set
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import counted_pairs
+from energon_packing.drops import SET_ASIDE
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
@@ -147,6 +148,8 @@ class ShardMeasurer:
         """Measures a shard."""
         return self.measure(task.part, task.shard, task.directory)
 
+    again = staticmethod(lambda task: task)
+
     def name(self, task: MeasureTask) -> str:
         """Returns what a task does, for messages."""
         return f"measuring {task.shard} of {task.part.root}"
@@ -172,7 +175,7 @@ class ShardMeasurer:
             self.known[name] = changed
         if changed:
             return None
-        counts = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
+        counts: dict[str, Any] = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
         return IndexedShard(name=task.shard, identity=stored["identity"], **counts)
 
     def _made_of(self, part: SourcePart, identity: dict[str, Any]) -> dict[str, Any]:
@@ -180,13 +183,14 @@ class ShardMeasurer:
         plain = json.loads(json.dumps(dict(part.subflavors), sort_keys=True, default=str))
         return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
 
-    def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
-        """Measures all samples of a shard and writes their rows to `directory`. Raises UserError: the shard cannot be
-        read, the rows cannot be written (nothing is left behind), or a sample shows that the configuration cannot work.
-        """
+    def measure(self, part: SourcePart, shard: str, directory: Path, why: str = "") -> IndexedShard:
+        """Measures all samples of a shard and writes their rows to `directory`; or says of each `why` it is not
+        measured. Raises UserError: the shard cannot be read, the rows cannot be written (nothing is left behind), or a
+        sample shows that the configuration cannot work."""
         identity = self._identity(part, shard)
         before = self.pair_counts
-        tables = [pa.Table.from_pylist(list(rows), self._schema) for rows in batched(self.rows(part, shard), _ROWS)]
+        each = self._set_aside(part, shard, why) if why else self.rows(part, shard)
+        tables = [pa.Table.from_pylist(list(rows), self._schema) for rows in batched(each, _ROWS)]
         whole = pa.concat_tables([self._schema.empty_table(), *tables])
         packed = whole.select(["length", "second"]).filter(whole.column("reason").is_null())
         samples = whole.num_rows
@@ -202,9 +206,11 @@ class ShardMeasurer:
             identity=identity,
             pairs=self.pair_counts.pairs - before.pairs,
             unwanted=self.pair_counts.unwanted - before.unwanted,
+            set_aside=bool(why),
         )
         metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in SHARD_COUNTS}
         metadata |= {"columns": self._columns} if self._columns else {}
+        metadata |= {"fingerprint": ""} if why else {}  # to be measured again
         numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
         names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
         metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}
@@ -212,6 +218,10 @@ class ShardMeasurer:
             make_directory(directory)
             write_table(directory / known.file, self._schema, tables or [whole], metadata)
         return known
+
+    def _set_aside(self, part: SourcePart, shard: str, why: str) -> Iterator[dict[str, Any]]:
+        for key, offset, size in self.index_of(part.root).records(shard):
+            yield {"key": key, "offset": offset or 0, "size": size or 0, **self._refused(None, SET_ASIDE, why)}
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
         size, changed, version = _seen(Path(part.root) / shard, shard_status)
@@ -336,13 +346,14 @@ class MeasureConfig(SharedConfig):
 class MeasureReport:
     """What `measure` did: shards that this command measured, those that were up to date, and those that other ranks
     have not measured yet. While some are missing, there is no index. `changes` are sentences about data sets that were
-    replaced or left out."""
+    replaced or left out, and `set_aside` about shards at which workers died."""
 
     index: Index | None
     measured: int
     reused: int
     missing: int
     changes: tuple[str, ...] = ()
+    set_aside: tuple[str, ...] = ()
 
 
 def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
@@ -383,7 +394,9 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         # With the names of all shards, tasks would be as large as there are tasks.
         [MeasureTask(number, replace(part, shards=()), shard, at) for number, (part, shard, at) in enumerate(shards)],
         measurer,
+        label=lambda task: f"{task.part.root}/{task.shard}",
         there=measurer.measured,
+        aside=lambda task, why: measurer.measure(task.part, task.shard, task.directory, str(why)),
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],
         progress=lambda done, total: progress("measure", done, total),
         directories=directories,
@@ -405,7 +418,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         ]
         with writing(config.out, "measure"):
             index, changes = _saved(config, measurer, datasets)
-    return MeasureReport(index=index, measured=work.done, reused=work.reused, missing=work.missing, changes=changes)
+    told: dict[str, Any] = {"reused": work.reused, "missing": work.missing, "set_aside": work.set_aside}
+    return MeasureReport(index=index, measured=work.done, changes=changes, **told)
 
 
 def _index(out: Path, measurer: ShardMeasurer) -> Index:

@@ -99,8 +99,8 @@ class PackReport:
 
     Attributes:
         facts: the manifest, without shards if some of other ranks are still missing; None for a format that has none.
-        packed, reused, missing: shards, as in `MeasureReport`. Commands that run at once each count what was missing
-            when they began.
+        packed, reused, missing, set_aside: shards, as in `MeasureReport`. Commands that run at once each count what was
+            missing when they began.
     """
 
     facts: PackedFacts | None
@@ -108,14 +108,17 @@ class PackReport:
     packed: int
     reused: int
     missing: int
+    set_aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PackTask:
-    """One shard to pack; `wait` for another command that is packing it."""
+    """One shard to pack; `wait` for another command that is packing it, or for nobody: this command packs it `twice`,
+    and the same bytes take their place at once."""
 
     number: int
     wait: bool = False
+    twice: bool = False
 
 
 class PackFormat(ABC):
@@ -162,6 +165,10 @@ class PackFormat(ABC):
     def name(self, task: PackTask) -> str:
         """Returns what a task does, for messages."""
         return f"packing {shown(self.path(task.number))}"
+
+    def again(self, task: PackTask) -> PackTask:
+        """Returns a task for a second worker."""
+        return replace(task, twice=True)
 
     def span(self, number: int) -> tuple[int, int]:
         """Returns the packs ``[first, stop)`` of a shard."""
@@ -242,14 +249,14 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         config,
         [PackTask(number) for number in range(len(form.firsts))],
         form,
+        label=lambda task: form.path(task.number).name,
         there=lambda task: form.found(task.number),
         absent=absent,
         size=lambda task: len(range(*form.span(task.number))),
         progress=lambda done, total: progress("pack", done, total),
         directories=[config.out],
     )
-    if not shared.missing:
+    if not (shared.missing or shared.set_aside):
         form.complete(shared.results)
-    return PackReport(
-        facts=form.facts, packs=len(plan), packed=shared.done, reused=shared.reused, missing=shared.missing
-    )
+    told: dict[str, Any] = {"reused": shared.reused, "missing": shared.missing, "set_aside": shared.set_aside}
+    return PackReport(facts=form.facts, packs=len(plan), packed=shared.done, **told)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os.path
 import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -469,12 +470,14 @@ def make_plan(
     splits: Collection[str] = (),
     extend: Path | None = None,
     first: int = 0,
+    without: Collection[str] = (),
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
     Args:
         directories: indexes, all measured with the encoder of `config`.
         splits: of what was measured; none takes the only one that there is.
+        without: shards that `measure` set aside, which are left out; each must be named.
         out: the plan; its drops are written beside it.
         limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
@@ -489,6 +492,7 @@ def make_plan(
     """
     _check_free(out, force)
     sources = Sources.open(directories, config, splits)
+    _check_set_aside(sources, {*without})
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
     try:
@@ -662,6 +666,19 @@ def rows_digest(held: Sequence[np.ndarray]) -> str:
 def digest_bytes(digest: str) -> np.ndarray:
     """A band's `rows_digest` as `plan_id` takes it."""
     return np.frombuffer(digest.encode(), np.uint8)
+
+
+def _check_set_aside(sources: Sources, without: set[str]) -> None:
+    """Refuses shards that were not measured and are not named, and names of others."""
+    holes = {f"{each.root}/{it.name}": it.samples for each in sources.datasets for it in each.shards if it.set_aside}
+    if unknown := without - holes.keys():
+        raise UserError(f"--without {min(unknown)} is no shard that `measure` set aside; leave it out.")
+    if left := sorted(holes.keys() - without):
+        told = " ".join(f"--without {shlex.quote(name)}" for name in left)
+        raise UserError(
+            f"The index lacks the {sum(map(holes.__getitem__, left))} samples of shards that `measure` set aside; "
+            f"measure again, or plan {told}"
+        )
 
 
 def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None:

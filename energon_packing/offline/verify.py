@@ -190,6 +190,7 @@ def _verified(config: VerifyConfig, progress: Progress) -> VerifyReport:
         config,
         entries,
         ShardVerifier(packed, remade),
+        aside=lambda entry, why: (Finding(shard=entry.number, pack=None, what=str(why)), 0),
         size=lambda entry: entry.packs,
         progress=lambda done, total: progress("verify", done, total),
     )
@@ -295,6 +296,8 @@ class ShardVerifier:
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
             self._stored = self._kind.stored_packs(self._packed, self._encoder)
+
+    again = staticmethod(lambda task: task)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
         """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew. Raises

@@ -36,6 +36,10 @@ class Squares:
         note.open("a").write("x")
         if word == "dies" or (word == "dies once" and first):
             os.kill(os.getpid(), signal.SIGKILL)
+        if word == "stalls" and first:
+            time.sleep(1000)
+        while word == "waits" and not (self.notes / "go").exists():
+            time.sleep(0.02)
         if word == "fails in its own way":
             raise Particular(number, "a matter of its own")
         if word == "ends early":  # what a pipe that is closed raises, too
@@ -49,3 +53,10 @@ class Squares:
 
     def name(self, task: tuple[int, str]) -> str:
         return f"squaring {task[0]}"
+
+
+class ApartSquares(Squares):
+    """Tasks of which two workers may do the same, and which may be given up."""
+
+    def again(self, task: tuple[int, str]) -> tuple[int, str]:
+        return task[0], "again"

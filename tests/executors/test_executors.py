@@ -17,14 +17,15 @@ from pathlib import Path
 
 import pytest
 from forking_python import quick_python
-from squares import Squares
+from squares import ApartSquares, Squares
 from support.ranks import ranks_environment
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.executors import work as working
 from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.work import EXECUTORS, CallingProcess, ExecutorConfig, in_order
+from energon_packing.executors.work import EXECUTORS, CallingProcess, ExecutorConfig, GivenUp, in_order
 
 NEEDS_RAY = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[ray]'"
@@ -93,11 +94,42 @@ def test_each_task_is_done_once_in_the_order_of_completion_but_for_those_whose_w
     assert os.getpid() not in workers
 
 
-def test_a_task_at_which_two_workers_died_is_given_up_by_name(executor, kind, tmp_path):
+def test_a_task_at_which_three_workers_died_is_given_up_by_name(executor, kind, tmp_path):
     tasks = [(number, "dies" if number == 7 else "") for number in range(20)]
-    with pytest.raises(UserError, match="squaring 7 was given up: 2 workers died at it, and the last one "):
+    with pytest.raises(UserError, match="squaring 7 was given up: 3 workers died at it, and the last one "):
         list(executor.results(tasks, Squares(tmp_path)))
-    assert attempts(tmp_path)[7] == 2
+    assert attempts(tmp_path) == {n: 3 if n == 7 else 1 for n in range(20)}  # which comes last
+
+
+def test_a_task_that_stands_alone_is_given_up_while_the_others_are_done(executor, kind, tmp_path):
+    tasks = [(number, "dies" if number in (0, 7) else "") for number in range(20)]
+    found = dict(executor.results(tasks, ApartSquares(tmp_path)))
+    given_up = {task[0]: str(result) for task, result in found.items() if isinstance(result, GivenUp)}
+    assert sorted(given_up) == [0, 7]
+    assert all(f"squaring {number} was given up: 3 workers died" in why for number, why in given_up.items())
+    assert all(found[task][0] == task[0] ** 2 for task in tasks if task[1] == "")
+    assert attempts(tmp_path) == {n: 3 if n in (0, 7) else 1 for n in range(20)}
+
+
+def test_a_slow_task_is_done_by_a_second_worker_and_the_first_result_counts(executor, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(working, "SLOW_SECONDS", 0.5)
+    tasks = [(number, "stalls" if number in (0, 9) else "slow" if number > 20 else "") for number in range(41)]
+    found = list(executor.results(tasks[:1] + tasks[10:], ApartSquares(tmp_path)))
+    assert sorted((task, value) for task, (value, _) in found) == [(it, it[0] ** 2) for it in tasks[:1] + tasks[10:]]
+    assert attempts(tmp_path) == {n: 1 if n else 2 for n in (0, *range(10, 41))}
+
+
+def test_one_task_in_twenty_at_most_is_done_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(working, "SLOW_SECONDS", 0.1)
+    tasks = [(number, "waits" if number < 3 else "") for number in range(30)]
+    results = LocalProcesses(5).results(tasks, ApartSquares(tmp_path))
+    found = [next(results) for _ in range(28)]  # all but the other two that wait
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    found += results
+    (tmp_path / "go").unlink()
+    assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(30)]
+    assert sum(attempts(tmp_path).values()) == 31
 
 
 def test_what_a_task_raises_is_raised(executor, kind, tmp_path):

@@ -7,7 +7,7 @@ import json
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -125,7 +125,7 @@ class ShardPacker(PackFormat):
         return entry if whole else None
 
     def do(self, task: PackTask) -> ShardEntry | None:
-        with locked(self.config.out, task.number + 1, wait=task.wait) as ours:
+        with nullcontext(True) if task.twice else locked(self.config.out, task.number + 1, wait=task.wait) as ours:
             return (self.found(task.number) or self._pack(task.number)) if ours else None
 
     def _pack(self, number: int) -> ShardEntry:

@@ -1,0 +1,255 @@
+"""Shards whose workers die, jobs for Slurm, and commands that are killed: what is not there is named."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from forking_python import quick_python
+from support.ranks import ranks_environment
+from test_planned_loader import planned
+
+from energon_packing.cli.main import cli
+from energon_packing.config import to_mapping
+from energon_packing.errors import UserError
+from energon_packing.offline.formats.shards import ShardPacker
+from energon_packing.offline.index import Index
+from energon_packing.offline.measure import ShardMeasurer
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.packed import Packed
+from energon_packing.offline.plan import Plan, drops_path
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.verify import ShardVerifier, VerifyConfig, verify
+
+POISON = "train-000002.tar"
+
+
+def digests(directory):
+    """Path -> digest of every finished file."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name[0] != "."
+    }
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def config(dataset, run_of, tmp_path_factory):
+    """The YAML of a run on the data set."""
+    file = tmp_path_factory.mktemp("config") / "run.yaml"
+    file.write_text(json.dumps(to_mapping(run_of(dataset))))
+    return file
+
+
+@pytest.fixture(scope="module")
+def plan_of(dataset, run_of, tmp_path_factory):
+    """A run on a plan, beside whose file are its index (``index``) and its packs (``packed``), of one process."""
+    run = planned(run_of(dataset), dataset, tmp_path_factory.mktemp("plan"))
+    pack(PackConfig(plan=Path(run.data.path), out=Path(run.data.path).with_name("packed"), workers=0, shard_packs=1))
+    return run
+
+
+def dies_at(monkeypatch, kind, method, is_it):
+    """Workers die when they begin some task."""
+    done, calling = getattr(kind, method), os.getpid()
+
+    def do(self, *given):
+        if os.getpid() != calling and is_it(*given):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done(self, *given)
+
+    monkeypatch.setattr(kind, method, do)
+
+
+def test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name(
+    dataset, config, run_of, plan_of, tmp_path, monkeypatch
+):
+    out, whole = tmp_path / "index", Path(plan_of.data.path).with_name("index")
+    words = ("measure", dataset, "--config", config, "--out", out, "--workers", 2, "--json")
+    with monkeypatch.context() as patch:
+        dies_at(patch, ShardMeasurer, "do", lambda task: task.shard == POISON)
+        for _ in range(2):  # also alone, when all others are there
+            done = invoke(*words)
+            assert done.exit_code == 1, done.output
+            (told,) = json.loads(done.stdout)["set_aside"]
+            assert re.match(f"measuring {POISON} of .* was given up: 3 workers died at it, and the last one was", told)
+    index = Index.open(out)
+    (part,) = index.datasets
+    hole = f"{part.root}/{POISON}"
+    assert [shard.name for shard in part.shards if shard.set_aside] == [POISON]
+    assert not verify(VerifyConfig(directory=out)).findings
+    run = run_of(dataset)
+    with pytest.raises(UserError, match=f"lacks the 6 samples of shards .*--without .*{POISON}"):
+        make_plan([out], run, tmp_path / "plan.parquet")
+    with pytest.raises(UserError, match="--without other is no shard that `measure` set aside"):
+        make_plan([out], run, tmp_path / "plan.parquet", without=[hole, "other"])
+    done = invoke("plan", out, "--config", config, "--out", tmp_path / "plan.parquet", "--without", hole, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["drops"]["set_aside"] == 6
+    dropped = [json.loads(line) for line in drops_path(tmp_path / "plan.parquet").read_text().splitlines()[1:]]
+    left_out = {each["dropped"] for each in dropped if each["reason"] == "set_aside"}
+    names = Index.open(whole).rows(part, next(it for it in part.shards if it.name == POISON), ["key"])
+    assert left_out == {*names.column("key").to_pylist()}
+    make_plan([whole], run, tmp_path / "whole.parquet")
+    kept, every = (
+        {each.name for pack in plan.packs(0, len(plan)) for each in pack.samples}
+        for plan in (Plan.open(tmp_path / name) for name in ("plan.parquet", "whole.parquet"))
+    )
+    assert every - kept == every & left_out != set()
+    assert kept < every
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    assert digests(out) == digests(whole)
+
+
+def test_packs_that_kill_their_workers_are_named_and_the_others_are_there(plan_of, tmp_path, monkeypatch):
+    whole, out = Path(plan_of.data.path).with_name("packed"), tmp_path / "packed"
+    words = ("pack", plan_of.data.path, "--out", out, "--shard-packs", 1, "--workers", 2, "--json")
+    with monkeypatch.context() as patch:
+        dies_at(patch, ShardPacker, "do", lambda task: task.number == 1)
+        done = invoke(*words)
+    assert done.exit_code == 1
+    (told,) = json.loads(done.stdout)["set_aside"]
+    assert "shard-00001.bin was given up: 3 workers died at it" in told
+    assert {*digests(whole)} - {*digests(out)} == {"shard-00001.bin", "drops.jsonl"}
+    with pytest.raises(UserError, match="is not complete; run 'energon-packing pack' again"):
+        Packed.open(out)
+    assert invoke(*words).exit_code == 0
+    assert digests(out) == digests(whole)
+    with monkeypatch.context() as patch:
+        dies_at(patch, ShardVerifier, "do", lambda task: task.number == 2)
+        done = invoke("verify", out, "--share", 0, "--workers", 2, "--json")
+    assert done.exit_code == 1
+    (finding,) = json.loads(done.output)["findings"]
+    assert (finding["shard"], "3 workers died at it" in finding["what"]) == (2, True)
+
+
+def test_a_shard_that_two_workers_pack_at_once_has_the_same_bytes(plan_of, tmp_path, monkeypatch):
+    from energon_packing.executors import work
+
+    whole, out = Path(plan_of.data.path).with_name("packed"), tmp_path / "packed"
+    packed, first = ShardPacker._pack, tmp_path / "first"
+
+    def stalls_at_first(self, number):
+        if number == 0 and not first.exists():
+            first.touch()
+            time.sleep(1000)
+        return packed(self, number)
+
+    monkeypatch.setattr(work, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(ShardPacker, "_pack", stalls_at_first)  # while it has the lock of its shard
+    report = pack(PackConfig(plan=Path(plan_of.data.path), out=out, workers=2, shard_packs=1))
+    assert (report.missing, report.set_aside) == (0, ())
+    assert digests(out) == digests(whole)
+    assert not [path.name for path in out.iterdir() if path.name[0] == "." and path.name != ".lock"]
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A directory for a job with a quote and spaces in its name; the commands that its script runs are on PATH."""
+    (programs := tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    for name, line in {
+        "energon-packing": f'exec {quick_python()} -m energon_packing.cli.main "$@"',
+        "sbatch": f'printf "%s\\n" "$*" >> {tmp_path}/submitted; echo "77;here"',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{line}\n")
+        (programs / name).chmod(0o755)
+    return tmp_path / "it's a job"
+
+
+def array(folder, *, killed=()):
+    """Runs what the job's ``sbatch`` would: its array, of which some are killed while they work, and its last step."""
+    subprocess.run(["bash", str(folder / "job.sh"), "--partition=low"], check=True)
+    first, last = (folder.parent / "submitted").read_text().splitlines()[-2:]
+    count = int(first.split("--array=0-")[1].split()[0]) + 1
+    assert first == f"--parsable --array=0-{count - 1} --partition=low {folder}/job.sh"
+    assert last == f"--dependency=afterany:77 --partition=low {folder}/job.sh --complete"
+    tasks = [
+        subprocess.Popen(
+            ["bash", str(folder / "job.sh")],
+            env=ranks_environment(SLURM_ARRAY_TASK_ID=str(number), SLURM_JOB_ID="77"),
+            cwd="/",
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for number in range(count)
+    ]
+    for number, sent in killed:
+        time.sleep(0.5)
+        os.killpg(tasks[number].pid, sent)
+    codes = [task.wait() for task in tasks]
+    assert not any(code for number, code in enumerate(codes) if number not in dict(killed)), codes
+    return subprocess.run(
+        ["bash", str(folder / "job.sh"), "--complete"], env=ranks_environment(SLURM_JOB_ID="78"), cwd="/", check=False
+    ).returncode
+
+
+def test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_process(
+    dataset, config, plan_of, slurm, tmp_path
+):
+    folder = Path(plan_of.data.path).parent
+    for name, words in {
+        "index": ("measure", "--config", config, "--out", "index", "--workers", 0, "--", dataset),
+        "packed": ("pack", "--out", "packed", "--shard-packs", 1, folder / "plan.parquet", "--workers", 0),
+    }.items():
+        job = [*words[:1], "--slurm", slurm, *(["--shards-per-task", 2] if name == "index" else []), *words[1:]]
+        here = os.getcwd()
+        os.chdir(tmp_path)
+        try:
+            done = invoke(*job)
+            assert done.exit_code == 0, done.output
+            missing = (slurm / "missing.txt").read_text().splitlines()
+            assert missing
+            killed = [(0, signal.SIGKILL), (1, signal.SIGTERM)]
+            code = array(slurm, killed=killed)
+            left = (slurm / "missing.txt").read_text().splitlines()
+            assert bool(code) == bool(left)
+            assert len(left) <= (4 if name == "index" else 2)
+            if left:
+                (slurm / "header.sh").write_text("export HEADER=seen\n")
+                assert invoke(*job).exit_code == 0
+                assert "\nexport HEADER=seen\n" in (slurm / "job.sh").read_text()
+                assert array(slurm) == 0
+            assert (slurm / "missing.txt").read_text() == ""
+            assert digests(tmp_path / name) == digests(folder / name)
+            done = invoke(*job)
+            assert done.exit_code == 0, done.output
+        finally:
+            os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--slurm", "job", "--tasks", "list"], "--slurm divides the shards itself"),
+        (["--shards-per-task", "3"], "--shards-per-task is of a job for Slurm"),
+        (["--tasks", "list", "--rank", "1", "--world-size", "2"], "--tasks names the shards"),
+        (["--tasks", "nowhere"], "--tasks nowhere cannot be read"),
+        (["--tasks", "/proc/self/status"], "which is no shard of this command; write the lists anew"),
+    ],
+)
+def test_lists_that_cannot_be_are_refused(dataset, config, tmp_path, words, said):
+    done = invoke("measure", dataset, "--config", config, "--out", tmp_path / "index", *words)
+    assert (done.exit_code, said in done.output.replace("\n", " ")) == (2, True), done.output
+
+
+def test_a_command_that_is_ended_by_sigterm_leaves_nothing_half_written(plan_of, tmp_path):
+    out = tmp_path / "packed"
+    words = ["-m", "energon_packing.cli.main", "pack", plan_of.data.path, "--out", str(out), "--shard-packs", "1"]
+    running = subprocess.Popen([quick_python(), *words, "--workers", "2"], env=ranks_environment())
+    while running.poll() is None and not [*out.glob(".shard*"), *out.glob("shard*")]:
+        time.sleep(0.01)
+    running.terminate()
+    assert running.wait() in (0, 128 + signal.SIGTERM)
+    assert not [path.name for path in out.iterdir() if path.name[0] == "." and path.name != ".lock"]

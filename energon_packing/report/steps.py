@@ -20,11 +20,10 @@ def fit_report(path: Path) -> dict[str, Any]:
     """Fits the seconds of a run's steps to what their packs cost, on the rank that takes longest: so much for each unit
     of vision and of language, and a constant, none negative, by least squares. ``path`` is the directory of the metrics
     of a run, or the file of a rank; where runs of other numbers of ranks wrote there before, those of the last count. A
-    run replaces the steps of one before from its own first pack on.
-
-    Returns ``vision``, ``language``: seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error``
-    as a share of a step, ``steps`` and ``left_out`` (steps that took far longer than the fit says), ``ranks``. Raises
-    UserError: there are no metrics, of an older version, or too few steps."""
+    run replaces the steps of one before from its own first pack on. Returns ``vision``, ``language``: seconds per unit
+    of cost; ``constant``: seconds; ``r_squared``, ``median_error`` as a share of a step, ``steps`` and ``left_out``
+    (steps that took far longer than the fit says), ``ranks``. Raises UserError: there are no metrics, of an older
+    version, or too few steps."""
     files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
     # (ranks of the run, pack) -> file -> vision, language, seconds
     steps: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = defaultdict(dict)

@@ -40,21 +40,10 @@ from energon_packing.wan.tensor_files import read_tensor
 class LatentEncoder(Protocol):
     """A video VAE: anything with these attributes and this method."""
 
-    @property
-    def name(self) -> str:
-        """Goes into the fingerprint of saved loader states."""
-
-    @property
-    def temporal_stride(self) -> int:
-        """``n`` frames become ``1 + (n - 1) / temporal_stride`` latent frames; only such ``n`` come."""
-
-    @property
-    def spatial_stride(self) -> int:
-        """Pixels of a side of one latent; frames come in multiples of it."""
-
-    @property
-    def channels(self) -> int:
-        """Of the latents."""
+    name: str  # goes into the fingerprint of saved loader states
+    temporal_stride: int  # ``n`` frames become ``1 + (n - 1) / temporal_stride`` latent frames; only such ``n`` come
+    spatial_stride: int  # pixels of a side of one latent; frames come in multiples of it
+    channels: int  # of the latents
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """Returns latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).
@@ -109,13 +98,8 @@ class WanLatentEncoder:
 class CaptionEncoder(Protocol):
     """A text encoder: anything with these attributes and methods."""
 
-    @property
-    def name(self) -> str:
-        """Part of the fingerprint of saved loader states."""
-
-    @property
-    def width(self) -> int:
-        """Of an embedding."""
+    name: str  # part of the fingerprint of saved loader states
+    width: int  # of an embedding
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
         """Returns token ids of a caption, at most ``limit``, and how many there are without the limit."""

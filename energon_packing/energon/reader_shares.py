@@ -98,14 +98,10 @@ def deal(
     number: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Deals consecutive samples to readers in chunks. Returns ``[M + 1]`` int64, where each chunk begins, and ``[M]``
-    int64, its reader. A chunk may be empty.
-
-    Args:
-        sizes: ``[samples]``, what each counts; None counts them alike.
-        longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
-        held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
-            is added. Else many small data sets would all give their last samples to the same readers.
-    """
+    int64, its reader. A chunk may be empty, and has ``longest`` samples at most, unless there were more than
+    `MOST_CHUNKS` per reader then. ``sizes`` ``[samples]`` are what each counts; None counts them alike. ``held``
+    ``[readers]`` float64 is what each reader has of other data sets, in samples of mean size; what it gets here is
+    added. Else many small data sets would all give their last samples to the same readers."""
     each = max(samples // readers, 1)
     rows = min(max(each // min(max(each // CHUNKS, 1), longest), 1), MOST_CHUNKS)
     bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)

@@ -109,16 +109,11 @@ class WindowBuffer(internals.SavableSampleBuffer):
 
 class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
     """Packs from a sliding window. Saved states and restore keys contain the class name, so it must not change.
-
-    Args:
-        balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
-        packer: chooses, renders and assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or
-            another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
-            ``select_samples_to_pack``), ``order_plans``, ``fewest_packs``, ``postencode_sample``, ``arrange`` and
-            ``pack_selected_samples``.
-        tells_end: whether the end of an epoch (`Pack.ended`) follows its last pack, for a loader, which then tells of
-            drops.
-    """
+    ``balance_window`` finished plans are reordered before emission; 1 keeps the order. ``packer`` chooses, renders and
+    assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or another object with its
+    ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`, ``select_samples_to_pack``), ``order_plans``,
+    ``fewest_packs``, ``postencode_sample``, ``arrange`` and ``pack_selected_samples``. If it ``tells_end``, the end of
+    an epoch (`Pack.ended`) follows its last pack, for a loader, which then tells of drops."""
 
     _savable_fields = (
         *("_window", "_planned", "_plan_lengths", "_ready", "_block", "_draining"),

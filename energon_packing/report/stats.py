@@ -464,16 +464,9 @@ def efficiency(costs: np.ndarray, ranks: int, window: int, seed: int) -> float:
 
 class _Dealt:
     """What rows of a run hold, and streams of it as the run reads them: in random order, by the weights of the data
-    sets.
-
-    Attributes:
-        limits: of a row.
-        cost: of a sample.
-        kept: the samples that fit one, and the pieces of others.
-        too_long, over: which of the N samples are too long for a row, and which are over another limit of it.
-        lost: ``[N]``, tokens of each that no row has.
-        drops: samples and pieces that are dropped.
-    """
+    sets. ``limits`` are of a row, ``cost`` is of a sample, ``kept`` the samples that fit one and the pieces of others,
+    ``drops`` how many samples and pieces are dropped; ``too_long`` and ``over`` say which of the N samples are too long
+    for a row, and which are over another limit of it; ``lost`` ``[N]`` are the tokens of each that no row has."""
 
     def __init__(self, samples: StatsSamples, run: RunConfig) -> None:
         """Raises `ConfigError`, `UserError`: no row has this length, or samples have to be cut and cannot."""

@@ -388,15 +388,11 @@ def run_source(
     step: str | None = None,
     model_configs: Path | None = None,
 ) -> RunSource:
-    """Recognises what was given. Raises ConfigError: it cannot be read; UserError: Bridge is needed and cannot be
-    imported.
-
-    Args:
-        given: one name (a YAML file, a file of arguments, ``module:function``), or the arguments themselves.
-        overrides: ``section.key=value`` for our YAML, Hydra overrides for Bridge.
-        step: forward step, for sources that do not hold it.
-        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
-    """
+    """Recognises what was ``given``: one name (a YAML file, a file of arguments, ``module:function``), or the arguments
+    themselves. ``overrides`` are ``section.key=value`` for our YAML, Hydra overrides for Bridge; ``step`` is the
+    forward step, for sources that do not hold it; ``model_configs`` a folder of ``NAME/config.json`` of models, used
+    instead of the hub if it has the model. Raises ConfigError: it cannot be read; UserError: Bridge is needed and
+    cannot be imported."""
     if not given:
         raise ConfigError("Nothing to validate: name a YAML file, a recipe module:function, or arguments after --.")
     name = given[0]

@@ -338,16 +338,12 @@ class _Numbered:
         return end
 
     def __next__(self) -> PackedBatch:
-        """Returns the next pack.
-
-        Raises:
-            StopIteration: the data have ended, on all ranks of the stage, or of the replica if one rank reads.
-            UserError: the rank that reads raised it because of a user's mistake; on all ranks that ask for this pack.
-            PackingError: the reader raised any other error, the ranks are at different packs, or a rank is gone. Or
-                ranks that read for themselves read different packs, or one could not read its pack; the message names
-                the first sample or tensor that differs, and the ranks.
-            Exception: this rank's own reading raised it, and no comparison was due.
-        """
+        """Returns the next pack. Raises StopIteration: the data have ended, on all ranks of the stage, or of the
+        replica if one rank reads; UserError: the rank that reads raised it because of a user's mistake; on all ranks
+        that ask for this pack; PackingError: the reader raised any other error, the ranks are at different packs, or a
+        rank is gone. Or ranks that read for themselves read different packs, or one could not read its pack; the
+        message names the first sample or tensor that differs, and the ranks. Raises Exception: this rank's own reading
+        raised it, and no comparison was due."""
         if self._last is not None and self._last.error is not None and self._depth:
             raise self._last.error
         if not self._end.alive:

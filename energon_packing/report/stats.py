@@ -245,22 +245,17 @@ def packings(
     ranks: int = 1,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Packs the samples as the run does, and under every combination of other settings. Raises ConfigError: a
-    ``seq_length`` is not a multiple of the alignment.
+    """Packs the samples as the run does, and under every combination of other settings. ``windows`` are samples held
+    online, besides the run's; a plan is added to each combination where all samples were measured and each is read as
+    often: of a part, nobody knows how full the rows of all are. Each of the ``ranks`` that share the data has
+    ``data.workers`` readers. Raises ConfigError: a ``seq_length`` is not a multiple of the alignment.
 
-    Args:
-        windows: samples held online, besides the run's; a plan is added to each combination where all samples were
-            measured and each is read as often: of a part, nobody knows how full the rows of all are.
-        ranks: that share the data; each has ``data.workers`` readers.
-
-    Yields:
-        Settings; ``too_long`` and ``over_limit``, samples that fit no row as they are; ``lost``, the share of tokens
-        that no row has; ``fill``, ``alignment`` and ``tail``, shares of all tokens of all rows in a run that repeats
-        its data; ``packs`` and ``steps`` of an epoch of it; ``end_packs``, how many more there are where an epoch ends
-        and all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half
-        the width of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has.
-        ``fills``: of each replicate; ``part``: how much of their variance the error of drawing is.
-    """
+    Yields settings; ``too_long`` and ``over_limit``, samples that fit no row as they are; ``lost``, the share of
+    tokens that no row has; ``fill``, ``alignment`` and ``tail``, shares of all tokens of all rows in a run that repeats
+    its data; ``packs`` and ``steps`` of an epoch of it; ``end_packs``, how many more there are where an epoch ends and
+    all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half the width
+    of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has. ``fills``: of
+    each replicate; ``part``: how much of their variance the error of drawing is."""
     own = run.packing.seq_length, run.parallel.multiple
     for row, multiple in dict.fromkeys([own, *itertools.product(seq_lengths or own[:1], multiples or own[1:])]):
         # Sequence parallelism alone needs every multiple.

@@ -95,19 +95,13 @@ def _non_negative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 128) -> dict[str, Any]:
-    """How long steps of a plan take on pipelines, by the costs of its packs. Raises UserError: no plan, another layout
-    than these, one that Core refuses, or a plan shorter than a step.
-
-    Args:
-        layout: ``PP`` or ``PPxVP``: pipeline ranks, and stages of each.
-        ranks, count: data-parallel size, and micro-batches of each replica.
-        most: replicas that are simulated in all; steps, and replicas of one, are taken at equal distances.
-
-    Returns:
-        ``steps`` simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the
-        share of steps in which ranks compute until the slowest replica is through, and ``bubble``, that in which those
-        of a replica wait until it is.
-    """
+    """How long steps of a plan take on pipelines, by the costs of its packs; ``layout`` is ``PP`` or ``PPxVP``:
+    pipeline ranks, and stages of each; ``ranks`` the data-parallel size, each with ``count`` micro-batches. ``most``
+    replicas are simulated in all; steps, and replicas of one, are taken at equal distances. Returns ``steps``
+    simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the share of steps
+    in which ranks compute until the slowest replica is through, and ``bubble``, that in which those of a replica wait
+    until it is. Raises UserError: no plan, another layout than these, one that Core refuses, or a plan shorter than a
+    step."""
     from energon_packing.offline.plan import Plan
 
     sizes = layout.split("x")

@@ -341,9 +341,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
-            raise ConfigError(
-                f"packing.dummy_image takes {reserved} tokens of packing.seq_length {packing.seq_length}; raise it."
-            )
+            row = f"packing.seq_length {packing.seq_length}"
+            raise ConfigError(f"packing.dummy_image takes {reserved} tokens of {row}; raise it.")
         names = {each.family.name for each in own if self.aligns_rows}
         of_family = [most for name, most in MOST_PATCHES.items() if name in names]
         self.limits = PackLimits.of_settings(

@@ -147,9 +147,8 @@ def _reason(error: Exception) -> str:
 def _checked(container: Any, name: str) -> Any:
     for part in ("model", "train", "dataset", "ddp", "dist", "validation"):
         if getattr(container, part, None) is None:
-            raise ConfigError(
-                f"{name} returns a {type(container).__name__} without {part}; expected a ConfigContainer."
-            )
+            found = f"a {type(container).__name__} without {part}"
+            raise ConfigError(f"{name} returns {found}; expected a ConfigContainer.")
     return container
 
 

@@ -200,9 +200,8 @@ def plan_clip(
     available = max(1, math.floor(frames * wanted / fps + 1e-9))
     latents = (1 + (min(available, config.max_frames) - 1) // temporal_stride) // patch_frames * patch_frames
     if latents == 0:
-        raise SampleRejected(
-            "too_short", f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
-        )
+        detail = f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
+        raise SampleRejected("too_short", detail)
     count = 1 + (latents - 1) * temporal_stride
     steps = np.arange(count, dtype=np.float64)
     if config.longer == "spread" and count > 1:
@@ -359,9 +358,8 @@ class TextToVideoEncoder:
             if not math.isfinite(size):
                 raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
         if self.config.compat == "bridge" and sizes["latents"] > BRIDGE_LARGEST_LATENT:
-            raise SampleRejected(
-                "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
-            )
+            detail = f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+            raise SampleRejected("over_limit", detail)
         return WanSample(key=measured.key, latent=latent, text=text, metadata=dict(sample.metadata))
 
     def _plan(self, video: Media) -> ClipPlan:
@@ -392,9 +390,8 @@ class TextToVideoEncoder:
             held, stored = sample.context.shape
             rows = held if sample.context.rows is None else sample.context.rows
             if stored != width:
-                raise SampleRejected(
-                    "wrong_shape", f"text embeddings of width {stored}, but encoder.text_width is {width}"
-                )
+                detail = f"text embeddings of width {stored}, but encoder.text_width is {width}"
+                raise SampleRejected("wrong_shape", detail)
             if rows > limit:
                 raise SampleRejected("over_limit", f"{rows} text embeddings, over encoder.max_text_tokens={limit}")
             return rows, None, ()

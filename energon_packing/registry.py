@@ -51,17 +51,12 @@ def named_object(name: str, setting: str) -> Any:
 
 class Registry[Entry]:
     """Entries by name: those of a folder, in the order of their modules' names, then others' in order of registration.
-
     Modules are imported when entries are first asked for; entry points are looked for when no other entry will do, and
-    each is imported when its own name, or every entry, is asked for.
-
-    Args:
-        what: one entry, as messages call it, such as ``packing policy``.
-        folder: the package whose modules declare entries, such as ``energon_packing.packing.policies``; also the group
-            of entry points in which others declare theirs.
-        declared: the entries of one module, by name; empty for a module that declares none.
-        setting: where a user writes a name, such as ``packing.policy``.
-    """
+    each is imported when its own name, or every entry, is asked for. ``what`` is one entry, as messages call it, such
+    as ``packing policy``; ``folder`` the package whose modules declare entries, such as
+    ``energon_packing.packing.policies``, and the group of entry points in which others declare theirs; ``declared``
+    gives the entries of one module by name, none for a module that declares none; ``setting`` is where a user writes a
+    name, such as ``packing.policy``."""
 
     def __init__(
         self, what: str, *, folder: str, declared: Callable[[ModuleType], Mapping[str, Entry]], setting: str

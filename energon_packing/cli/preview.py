@@ -10,18 +10,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from energon_packing.cli import terminal
 from energon_packing.cli.options import AT_LEAST_0, AT_LEAST_1, NEW_FILE, Named, config_options, defaulted, json_option
-from energon_packing.cli.terminal import (
-    ShownProgress,
-    answer,
-    cell,
-    counted,
-    dropped_lines,
-    panel,
-    print_warnings,
-    say,
-    starting,
-)
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
@@ -77,7 +67,7 @@ def preview(
 
     DATASET is an Energon data set, a plan, or a directory that `energon-packing pack` wrote.
     """
-    starting(f"Making packs of {dataset}", quiet=as_json)
+    terminal.starting(f"Making packs of {dataset}", quiet=as_json)
     if (other := kind_of_format(kind)) is not None:
         if html is not None or key is not None or first:
             raise UserError(f"--html, --key and --pack are for conversations; leave them out with {kind}.")
@@ -92,7 +82,7 @@ def preview(
     wanted = Wanted(packs=packs, first=first, key=key)
     warnings: list[str] = []
     views: list[dict[str, Any]] = []
-    with ShownProgress(_STAGES, quiet=as_json, units=dict.fromkeys(_STAGES, "packs")) as shown:
+    with terminal.ShownProgress(_STAGES, quiet=as_json, units=dict.fromkeys(_STAGES, "packs")) as shown:
         if html is not None:
             write_whole(html, preview_page(*drawn_packs(config, wanted, progress=shown, tell=warnings.append)))
         else:
@@ -101,17 +91,17 @@ def preview(
 
     def show(_: Any) -> None:
         if html is not None:
-            say(f"Written: {html}")
+            terminal.say(f"Written: {html}")
         if pairs:
-            say(f"{pairs}; packing.pairs is {config.packing.pairs}")
+            terminal.say(f"{pairs}; packing.pairs is {config.packing.pairs}")
         if html is None:
             _show_packs(views, config.packing.seq_length, config.parallel.multiple, text_width)
-        print_warnings(warnings)
+        terminal.print_warnings(warnings)
 
     whole = {"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views, "warnings": warnings}
     whole |= {"pairs": pairs.pairs, "unwanted": pairs.unwanted}
     told = whole if html is None else {"html": str(html), "warnings": warnings}
-    answer(told, as_json, show, indent=2 if html is None else None)
+    terminal.answer(told, as_json, show, indent=2 if html is None else None)
 
 
 def _show_packs(views: Sequence[Mapping[str, Any]], width: int, multiple: int, text_width: int) -> None:
@@ -121,6 +111,7 @@ def _show_packs(views: Sequence[Mapping[str, Any]], width: int, multiple: int, t
         return
     for view in views:
         console.print(pack_panel(view, text_width, colours=console.color_system is not None))
+    counted = terminal.counted
     segments = sum(len(view["segments"]) for view in views)
     real, tokens = (sum(view[name] for view in views) for name in ("real_tokens", "tokens"))
     console.print(
@@ -137,14 +128,14 @@ def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Pa
         f"cu_seqlens {list(view['boundaries'])}",
         f"cu_seqlens_padded {list(padded) if padded else 'none'}",
         f"max_seqlen {view['max_seqlen']}, position_ids {list(view['positions'])}",
-        *dropped_lines(view),
+        *terminal.dropped_lines(view),
     ]
     title = f"pack {view['index']}: {view['real_tokens']} of {view['tokens']} tokens, fill {view['fill']:.2%}"
-    return panel(title, (_segment(each, text_width, colours) for each in view["segments"]), lines)
+    return terminal.panel(title, (_segment(each, text_width, colours) for each in view["segments"]), lines)
 
 
 def _segment(segment: Mapping[str, Any], text_width: int, colours: bool) -> Iterator[Text]:
-    yield cell(segment["key"] or ("(dummy image)" if segment["filler"] else "(masked tail)"), "bold")
+    yield terminal.cell(segment["key"] or ("(dummy image)" if segment["filler"] else "(masked tail)"), "bold")
     facts = (
         f"start {segment['start']}",
         f"tokens {segment['tokens']}",
@@ -152,7 +143,7 @@ def _segment(segment: Mapping[str, Any], text_width: int, colours: bool) -> Iter
         f"trained {segment['trained']}",
         *(entry["label"] for entry in segment["media"]),
     )
-    yield cell(" \u00b7 ".join(facts), "cyan")
+    yield terminal.cell(" \u00b7 ".join(facts), "cyan")
     if text := excerpt_text([Piece(**piece) for piece in segment["text"]], text_width, colours=colours):
         yield text
 

@@ -139,17 +139,11 @@ def dropped_lines(view: Mapping[str, Any]) -> list[str]:
 
 
 class ShownProgress:
-    """A bar on a terminal, a line now and then in a log, nothing with --json.
-
-    While it is shown, standard output is standard error: the former is for the report that follows, and libraries print
-    there too, such as Ray when a worker dies, whatever its settings of logs are.
-
-    Args:
-        stages: name of each stage -> what is shown for it.
-        units: name of each stage -> what it counts, for the rate in a log; bytes are shown in MB. A stage without a
-            unit shows its share alone. A unit of none of the stages is a count, which the lines of the stage show too.
-        console: of standard error.
-    """
+    """A bar on a terminal, a line now and then in a log, nothing with --json. While it is shown, standard output is
+    standard error: the former is for the report that follows, and libraries print there too, such as Ray when a worker
+    dies, whatever its settings of logs are. ``stages`` say what is shown for each by its name; ``units`` what it
+    counts, for the rate in a log: bytes are shown in MB, a stage without a unit shows its share alone, and a unit of
+    none of the stages is a count, which the lines of the stage show too. ``console`` is of standard error."""
 
     def __init__(
         self, stages: Mapping[str, str], *, quiet: bool, units: Mapping[str, str] = {}, console: Console | None = None

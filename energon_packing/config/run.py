@@ -377,9 +377,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.repeat and self.epoch_end != "uneven":
-            raise ConfigError(
-                f"data.epoch_end is {self.epoch_end!r}, but no epoch ends while data.repeat is true; set it to false."
-            )
+            why = "no epoch ends while data.repeat is true"
+            raise ConfigError(f"data.epoch_end is {self.epoch_end!r}, but {why}; set it to false.")
         check_bounds("data", self)
 
 

@@ -25,15 +25,8 @@ from megatron.energon.source_info import SourceInfo
 
 from energon_packing.conversation import Conversation, Media
 from energon_packing.convert.layout import META_DIRECTORY
+from energon_packing.energon import samples
 from energon_packing.energon.internals import FilteredSample, ITarReader
-from energon_packing.energon.samples import (
-    LOST,
-    ConversationSample,
-    Problem,
-    forget_members,
-    forget_open_tars,
-    lost_folder,
-)
 from energon_packing.errors import SampleRejected, UserError, read_again
 from energon_packing.stored_record import check_depth
 
@@ -79,7 +72,7 @@ def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any
 
     try:
         found = read_again(place, lambda: read(pointer, restore_index, *others, **named), forget)
-        forget_members(reader)
+        samples.forget_members(reader)
         return found
     except (OSError, ValueError, EOFError, tarfile.TarError) as error:
         forget()
@@ -108,7 +101,7 @@ def _readers(dataset: Any) -> Iterator[Any]:
 
 @stateless
 @cooker(need_primary=True)
-def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> ConversationSample:
+def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> samples.ConversationSample:
     """Reads ``<key>.json``, alone of the raw members of ``sample``, as `Conversation.to_record` wrote it. ``primary``
     is the store of the data set itself, which holds the media of a monolithic data set."""
     store = primary if media is None else media
@@ -117,17 +110,19 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     try:
         conversation = Conversation.from_record(sample["__key__"], record_of(sample))
         conversation = complete(conversation, store)
-        return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
+        return samples.ConversationSample(
+            **keys, conversation=conversation, store=store if conversation.media else None
+        )
     except SampleRejected as error:
-        problem = Problem(reason=error.reason, detail=error.detail)
+        problem = samples.Problem(reason=error.reason, detail=error.detail)
     except UserError as error:  # the store is away
-        conversation, problem = None, Problem.of(error)
+        conversation, problem = None, samples.Problem.of(error)
     except RecursionError:
         detail = "the record's JSON is nested too deeply for Python to read"
-        conversation, problem = None, Problem(reason="too_deep", detail=detail)
+        conversation, problem = None, samples.Problem(reason="too_deep", detail=detail)
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
-        conversation, problem = None, Problem(reason="bad_record", detail=repr(error))
-    return ConversationSample(**keys, conversation=conversation, problem=problem)
+        conversation, problem = None, samples.Problem(reason="bad_record", detail=repr(error))
+    return samples.ConversationSample(**keys, conversation=conversation, problem=problem)
 
 
 def complete(conversation: Conversation, store: FileStore) -> Conversation:
@@ -149,13 +144,15 @@ def _metadata(store: FileStore, name: str) -> Any:
     except RuntimeError as error:
         if isinstance(error.__cause__, sqlite3.Error):
             raise error.__cause__ from None  # `read_again` knows which of them are the store's
-        if os.path.isabs(root := str(store.get_path())) and (place := lost_folder(root)):  # Energon sees only that
-            raise FileNotFoundError(errno.ENOENT, f"{place} {LOST}", f"{root}/{META_DIRECTORY}") from error
+        if os.path.isabs(root := str(store.get_path())) and (
+            place := samples.lost_folder(root)
+        ):  # Energon sees only that
+            raise FileNotFoundError(errno.ENOENT, f"{place} {samples.LOST}", f"{root}/{META_DIRECTORY}") from error
         raise
 
 
 def _forget_metadata(store: Any) -> None:
-    forget_open_tars(store)
+    samples.forget_open_tars(store)
     if hasattr(store, "_media_metadata_available"):
         store._media_metadata_available = None  # else what could not be looked at once is never looked at again
     if hasattr(store, "_media_metadata_reader"):

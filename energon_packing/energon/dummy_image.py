@@ -33,9 +33,8 @@ class DummyImage:
 
     def __init__(self, encoder: ConversationEncoder) -> None:
         if "image" not in encoder.family.placeholders:
-            raise ConfigError(
-                f"packing.dummy_image needs a vision family; {encoder.family.name} does not accept images."
-            )
+            name = encoder.family.name
+            raise ConfigError(f"packing.dummy_image needs a vision family; {name} does not accept images.")
         accepted: list[Measured] = []
         refused = ""
         for side in SIDES:

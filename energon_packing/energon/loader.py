@@ -492,21 +492,15 @@ def build_dataset(
     tells_end: bool = False,
     sequence: int | None = None,
 ) -> Any:
-    """Builds the Energon data set of packs for one data-parallel rank. Raises UserError: there is no data set at
-    ``data.path``, or it lacks the split; ConfigError: the processor or a size cannot be used, ``packing.pairs`` refuses
-    what is known of the data, or the data set names code (`energon_packing.trust`).
-
-    Args:
-        rank: data-parallel rank; all ranks of one replica use the same.
-        split, workers, task_encoder: None takes what the configuration says.
-        batch_size: Energon's ``batch_size``, None or 1.
-        packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
-            buffers of that many samples, as Energon's own packing does.
-        tells_end: whether each worker yields the end of an epoch (`Pack.ended`) after the last pack, for a
-            `PackLoader`.
-        sequence: samples that are read in their order before the reader goes on elsewhere; None reads
-            whole shards, or where there are several readers, their chunks (`reader_shares`).
-    """
+    """Builds the Energon data set of packs for one data-parallel rank; all ranks of one replica use the same. For
+    ``split``, ``workers`` and ``task_encoder``, None takes what the configuration says. ``batch_size`` is Energon's,
+    None or 1. ``packing_buffer_size`` packs disjoint buffers of that many samples, as Energon's own packing does; None
+    packs from the sliding window of ``packing.window`` samples. If it ``tells_end``, each worker yields the end of an
+    epoch (`Pack.ended`) after the last pack, for a `PackLoader`. ``sequence`` samples are read in their order before
+    the reader goes on elsewhere; None reads whole shards, or where there are several readers, their chunks
+    (`reader_shares`). Raises UserError: there is no data set at ``data.path``, or it lacks the split; ConfigError: the
+    processor or a size cannot be used, ``packing.pairs`` refuses what is known of the data, or the data set names code
+    (`energon_packing.trust`)."""
     chosen = split or config.data.split
     if not config.data.path:
         raise ConfigError(NO_PATH)

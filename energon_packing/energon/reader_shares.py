@@ -36,14 +36,7 @@ import numpy as np
 from megatron.energon import WorkerConfig
 
 from energon_packing.conversation import Media, media_of
-from energon_packing.energon.internals import (
-    JoinIndexReader,
-    RepeatDataset,
-    SavableDataset,
-    Sharder,
-    ShardInfosITarReader,
-    WebdatasetSampleLoaderDataset,
-)
+from energon_packing.energon import internals
 from energon_packing.errors import UserError, is_machines, read_again
 from energon_packing.packing.online import LEAST
 
@@ -105,14 +98,10 @@ def deal(
     number: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Deals consecutive samples to readers in chunks. Returns ``[M + 1]`` int64, where each chunk begins, and ``[M]``
-    int64, its reader. A chunk may be empty.
-
-    Args:
-        sizes: ``[samples]``, what each counts; None counts them alike.
-        longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
-        held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
-            is added. Else many small data sets would all give their last samples to the same readers.
-    """
+    int64, its reader. A chunk may be empty, and has ``longest`` samples at most, unless there were more than
+    `MOST_CHUNKS` per reader then. ``sizes`` ``[samples]`` are what each counts; None counts them alike. ``held``
+    ``[readers]`` float64 is what each reader has of other data sets, in samples of mean size; what it gets here is
+    added. Else many small data sets would all give their last samples to the same readers."""
     each = max(samples // readers, 1)
     rows = min(max(each // min(max(each // CHUNKS, 1), longest), 1), MOST_CHUNKS)
     bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)
@@ -136,7 +125,7 @@ def _of_chunks(sizes: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def deal_samples(
-    dataset: SavableDataset[Any], worker_config: WorkerConfig, media_tokens: MediaTokens | None = None
+    dataset: internals.SavableDataset[Any], worker_config: WorkerConfig, media_tokens: MediaTokens | None = None
 ) -> None:
     """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon. ``media_tokens``
     are those of the media of one sample; None counts them as nothing. With one reader in all, Energon's own slices
@@ -160,12 +149,12 @@ def deal_samples(
         each.loader.restore_sample = functools.partial(_restored_sample, each.loader, each.first, each.samples)
 
 
-def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
+def dealt_shares(dataset: internals.SavableDataset[Any]) -> list[tuple[str, Share]]:
     """Directory and share of each data set; none where there is one reader."""
     return [(each.name, each.loader.share) for each in _sources(dataset) if hasattr(each.loader, "share")]
 
 
-def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
+def dealt_identity(dataset: internals.SavableDataset[Any]) -> dict[str, str]:
     """The entry of a fingerprint that says which samples are whose; none where Energon's own slices are read."""
     identities = [share.identity for _, share in dealt_shares(dataset)]
     return {"data set shares": hashlib.sha256("\n".join(identities).encode()).hexdigest()[:12]} if identities else {}
@@ -182,7 +171,11 @@ class _Source:
 
     def __post_init__(self) -> None:
         joined = hasattr(self.factory, "join_index")
-        with JoinIndexReader(self.factory.join_index) if joined else contextlib.nullcontext(self.factory) as index:
+        with (
+            internals.JoinIndexReader(self.factory.join_index)
+            if joined
+            else contextlib.nullcontext(self.factory) as index
+        ):
             total = len(index)
         subset = self.factory.subset
         self.first, stop = (0, total) if subset is None else subset.compute_subset(total)
@@ -283,7 +276,7 @@ def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None,
 
 
 def _dealt_sample(loader: Any, number: int) -> Any:
-    return WebdatasetSampleLoaderDataset._get_sample(loader, loader.share.sample(number))
+    return internals.WebdatasetSampleLoaderDataset._get_sample(loader, loader.share.sample(number))
 
 
 def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[Any, ...]) -> Any:
@@ -292,14 +285,14 @@ def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[A
             f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; it was made "
             "smaller. Start the data over."
         )
-    return WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
+    return internals.WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
 
 
 def _sources(node: Any, factory: Any = None, endless: Any = None, finite: Any = None) -> Iterator[_Source]:
-    if isinstance(node, WebdatasetSampleLoaderDataset) and isinstance(factory, Sharder):
+    if isinstance(node, internals.WebdatasetSampleLoaderDataset) and isinstance(factory, internals.Sharder):
         yield _Source(loader=node, factory=factory, endless=endless, finite=finite)
         return
-    if isinstance(node, RepeatDataset):
+    if isinstance(node, internals.RepeatDataset):
         endless, finite = (node, None) if node.repeats is None else (endless, node)
     factory = getattr(getattr(node, "map_fn_config", None), "__self__", factory)
     for each in getattr(node, "datasets", ()):
@@ -309,7 +302,7 @@ def _sources(node: Any, factory: Any = None, endless: Any = None, finite: Any = 
 def _sizes(readers: Sequence[Any], first: int, samples: int, media_tokens: MediaTokens | None) -> np.ndarray | None:
     """Size of each sample, ``[samples]`` int64; None if there are too many, or they are elsewhere."""
     reader = readers[0]
-    if samples > MOST_SIZED or not isinstance(reader, ShardInfosITarReader):
+    if samples > MOST_SIZED or not isinstance(reader, internals.ShardInfosITarReader):
         return None
     bounds = reader.shard_count_cumsum
     shards = range(bisect_right(bounds, first) - 1, bisect_right(bounds, first + samples - 1))

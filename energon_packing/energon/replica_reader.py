@@ -20,19 +20,9 @@ from typing import Any
 
 import torch
 
+from energon_packing.energon import replica_channel as channel
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.energon.replica import Facts, OwnGroup, Replica
-from energon_packing.energon.replica_channel import (
-    CLOSED,
-    END,
-    ERROR,
-    PACK,
-    SENDING,
-    Message,
-    SharedBlock,
-    StageChannel,
-    StageSpread,
-)
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.pixels import PIXELS
@@ -102,7 +92,7 @@ def _end_all() -> None:
     for ahead in [reference() for reference in list(_running.values())]:
         if ahead is not None:
             ahead.stop()
-    for thread in [*_running, *SENDING]:
+    for thread in [*_running, *channel.SENDING]:
         if thread is not threading.current_thread():
             thread.join(EXIT_SECONDS)
 
@@ -150,7 +140,7 @@ class _Road:
 
     def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         self._source, self._replica, self._depth = source, replica, depth
-        self._between = StageChannel(replica)
+        self._between = channel.StageChannel(replica)
         self.number = 0
 
     def make(self) -> Made:
@@ -168,7 +158,7 @@ class _Road:
 class _PassedOn(_Road):
     def __init__(self, source: Any, replica: Replica, depth: int) -> None:
         super().__init__(source, replica, depth)
-        self.spread = StageSpread(replica, ahead=max(depth, 1))
+        self.spread = channel.StageSpread(replica, ahead=max(depth, 1))
         self._ended = False
 
     def make(self) -> Made:
@@ -179,7 +169,11 @@ class _PassedOn(_Road):
             if self._source is not None:
                 ended = isinstance(error, StopIteration)
                 words = (type(error).__name__, isinstance(error, UserError), str(error))
-                self._tell(Message(kind=END if ended else ERROR, number=self.number, text=pack_to_bytes(words)))
+                self._tell(
+                    channel.Message(
+                        kind=channel.END if ended else channel.ERROR, number=self.number, text=pack_to_bytes(words)
+                    )
+                )
             return Made(error=error)
         self.number += 1
         return made
@@ -188,16 +182,18 @@ class _PassedOn(_Road):
         batch = next(source)
         state = source.state_later() if self._depth else None
         if self._between.posts:
-            self._between.post(Message(kind=PACK, number=self.number, text=pack_to_bytes(batch, pixels=False)))
+            self._between.post(
+                channel.Message(kind=channel.PACK, number=self.number, text=pack_to_bytes(batch, pixels=False))
+            )
         if self.spread.reaches_others:
             large: list[torch.Tensor] = []
             text = pack_to_bytes(batch, apart=large)
-            blocks = tuple(map(SharedBlock.of, large))
-            self.spread.send(Message(kind=PACK, number=self.number, text=text, blocks=blocks))
+            blocks = tuple(map(channel.SharedBlock.of, large))
+            self.spread.send(channel.Message(kind=channel.PACK, number=self.number, text=text, blocks=blocks))
             batch = pack_from_bytes(text, [block.view() for block in blocks])  # to which no other rank writes
         return Made(batch=batch, state=state)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: channel.Message) -> None:
         self._between.post(message)
         with contextlib.suppress(PackingError):  # a rank that is gone misses nothing
             self.spread.send(message)
@@ -207,10 +203,10 @@ class _PassedOn(_Road):
         message = self._between.receive() if replica.is_leader else self.spread.receive()
         if replica.is_leader:
             self.spread.send(message)
-        if message.kind == CLOSED:
+        if message.kind == channel.CLOSED:
             raise PackingError(f"rank {replica.reader}, which reads for this replica, reads no more")
         assert message.text is not None
-        if message.kind == ERROR:
+        if message.kind == channel.ERROR:
             name, by_user, text = pack_from_bytes(message.text)
             if by_user:
                 raise ConfigError(text) if name == "ConfigError" else UserError(text)
@@ -221,7 +217,7 @@ class _PassedOn(_Road):
                 f"replica, is at pack {message.number}; restore both from one checkpoint, and let every pipeline stage "
                 "read every micro-batch"
             )
-        if message.kind == END:
+        if message.kind == channel.END:
             raise StopIteration
         return Made(batch=pack_from_bytes(message.text, [block.view() for block in message.blocks]))
 
@@ -233,10 +229,10 @@ class _PassedOn(_Road):
         if stopped and not self._ended:
             with contextlib.suppress(PackingError):
                 if self._source is not None:
-                    self._tell(Message(kind=CLOSED, number=self.number))
+                    self._tell(channel.Message(kind=channel.CLOSED, number=self.number))
                 elif self._replica.is_leader or self.spread.spans_hosts:
                     receive = self._between.receive if self._replica.is_leader else self.spread.receive_from_other_host
-                    while receive().kind == PACK:
+                    while receive().kind == channel.PACK:
                         pass
         super().finish(stopped)
         self.spread.close()
@@ -272,7 +268,7 @@ class _Compared(_Road):
     def _compare(self, mine: dict[str, Any]) -> None:
         replica, first = self._replica, mine
         if replica.is_reader:
-            self._between.post(Message(kind=PACK, number=self.number, text=pack_to_bytes(mine)))
+            self._between.post(channel.Message(kind=channel.PACK, number=self.number, text=pack_to_bytes(mine)))
         elif replica.stage > 0 and replica.is_leader and (told := self._between.receive().text) is not None:
             first = pack_from_bytes(told)
         everyone = [(mine, first)] if self._group is None else self._group.all_gather_values((mine, first))
@@ -342,16 +338,12 @@ class _Numbered:
         return end
 
     def __next__(self) -> PackedBatch:
-        """Returns the next pack.
-
-        Raises:
-            StopIteration: the data have ended, on all ranks of the stage, or of the replica if one rank reads.
-            UserError: the rank that reads raised it because of a user's mistake; on all ranks that ask for this pack.
-            PackingError: the reader raised any other error, the ranks are at different packs, or a rank is gone. Or
-                ranks that read for themselves read different packs, or one could not read its pack; the message names
-                the first sample or tensor that differs, and the ranks.
-            Exception: this rank's own reading raised it, and no comparison was due.
-        """
+        """Returns the next pack. Raises StopIteration: the data have ended, on all ranks of the stage, or of the
+        replica if one rank reads; UserError: the rank that reads raised it because of a user's mistake; on all ranks
+        that ask for this pack; PackingError: the reader raised any other error, the ranks are at different packs, or a
+        rank is gone. Or ranks that read for themselves read different packs, or one could not read its pack; the
+        message names the first sample or tensor that differs, and the ranks. Raises Exception: this rank's own reading
+        raised it, and no comparison was due."""
         if self._last is not None and self._last.error is not None and self._depth:
             raise self._last.error
         if not self._end.alive:

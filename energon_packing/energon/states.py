@@ -24,15 +24,7 @@ import torch
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, to_mapping
 from energon_packing.config.setting import before, changing, entries_of, marked
-from energon_packing.energon.internals import (
-    BlendDataset,
-    FlexState,
-    Savable,
-    SavableSampleBuffer,
-    ShuffleBufferDataset,
-    WebdatasetSampleLoaderDataset,
-    WorkerRng,
-)
+from energon_packing.energon import internals
 from energon_packing.energon.samples import beneath
 from energon_packing.errors import ConfigError, refuse
 
@@ -145,22 +137,24 @@ def save_shallowly(dataset: Any) -> None:
     for each in beneath(dataset):
         save_shallowly(each)
     # Those whose states grow with a setting or with the data.
-    if isinstance(dataset, BlendDataset | ShuffleBufferDataset | WebdatasetSampleLoaderDataset):
+    if isinstance(
+        dataset, internals.BlendDataset | internals.ShuffleBufferDataset | internals.WebdatasetSampleLoaderDataset
+    ):
         dataset.save_state = functools.partial(_state_of, dataset)
 
 
-def _state_of(dataset: Any) -> FlexState:
+def _state_of(dataset: Any) -> internals.FlexState:
     inner = [each.save_state() for each in beneath(dataset)]
-    state = FlexState(datasets=inner) if inner else FlexState()
+    state = internals.FlexState(datasets=inner) if inner else internals.FlexState()
     state["__class__"] = type(dataset).__name__
     for name in dataset._savable_fields:
         value = getattr(dataset, name)
-        if isinstance(value, WorkerRng):
-            state[name] = FlexState(rng=value.rng.get_state().numpy().tobytes())
-        elif isinstance(value, SavableSampleBuffer):
-            state[name] = FlexState(__class__=type(value).__name__, _restore_keys=list(value._restore_keys))
+        if isinstance(value, internals.WorkerRng):
+            state[name] = internals.FlexState(rng=value.rng.get_state().numpy().tobytes())
+        elif isinstance(value, internals.SavableSampleBuffer):
+            state[name] = internals.FlexState(__class__=type(value).__name__, _restore_keys=list(value._restore_keys))
         else:
-            state[name] = value.save_state() if isinstance(value, Savable) else copied(value)
+            state[name] = value.save_state() if isinstance(value, internals.Savable) else copied(value)
     return state
 
 

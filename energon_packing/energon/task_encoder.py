@@ -27,16 +27,10 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.sample_encoder import AnyMeasured, Measured, SampleEncoder
 from energon_packing.encoders.splitting import MeasuredSplit
+from energon_packing.energon import internals
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits, lowered
 from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask_fillers
-from energon_packing.energon.internals import (
-    BatchDataset,
-    MapDataset,
-    SavableDataset,
-    get_failure_tolerance,
-    get_stateless,
-)
 from energon_packing.energon.reader_shares import deal_samples, dealt_identity
 from energon_packing.energon.samples import (
     ConversationSample,
@@ -77,7 +71,7 @@ def refuse_unlimited_failures(task_encoder: Any) -> None:
     default = task_encoder.__default_failure_tolerance__
     kind = type(task_encoder).__name__
     meant = "in Energon that means no limit, so data that always fail are read forever; 1 stops at the first failure"
-    limits = {name: get_failure_tolerance(getattr(task_encoder, name), default) for name in FUNCTIONS}
+    limits = {name: internals.get_failure_tolerance(getattr(task_encoder, name), default) for name in FUNCTIONS}
     refuse(
         (not default, f"{kind}.__default_failure_tolerance__ is {default}: {meant}."),
         *((not limit, f"{kind}.{name} has failure_tolerance 0: {meant}.") for name, limit in limits.items()),
@@ -134,13 +128,13 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def build_batch(
         self,
-        dataset: SavableDataset[Any],
+        dataset: internals.SavableDataset[Any],
         *,
         batch_size: int | None,
         batch_drop_last: bool = False,
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
-    ) -> SavableDataset[Any]:
+    ) -> internals.SavableDataset[Any]:
         """Energon's hook; here the packing window replaces the batcher. ``batch_size`` is None for packs, 1 for batches
         of one pack each. Raises ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a
         time), a function of a subclass that may fail without limit, or as for `packed`."""
@@ -151,26 +145,28 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         packed = self.packed(dataset, packing_buffer_size, worker_config)
         if batch_size is None:
             return packed
-        packed = BatchDataset(
+        packed = internals.BatchDataset(
             packed,
             batch_size=1,
             batcher=self.batch,
-            batcher_stateless=get_stateless(self.batch),
+            batcher_stateless=internals.get_stateless(self.batch),
             drop_last=batch_drop_last,
             worker_config=worker_config,
-            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
+            failure_tolerance=internals.get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
         )
         if self._is_overridden(self.encode_batch):
-            packed = MapDataset(
+            packed = internals.MapDataset(
                 packed,
                 self.encode_batch,
                 worker_config=worker_config,
-                stateless_map_fn=get_stateless(self.encode_batch),
-                failure_tolerance=get_failure_tolerance(self.encode_batch, self.__default_failure_tolerance__),
+                stateless_map_fn=internals.get_stateless(self.encode_batch),
+                failure_tolerance=internals.get_failure_tolerance(
+                    self.encode_batch, self.__default_failure_tolerance__
+                ),
             )
         return packed
 
-    def loader_fingerprint(self, dataset: SavableDataset[Any]) -> dict[str, Any]:
+    def loader_fingerprint(self, dataset: internals.SavableDataset[Any]) -> dict[str, Any]:
         """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each of
         them reads."""
         own = dataset.worker_config
@@ -178,8 +174,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return {**self.fingerprint(), **readers, **dealt_identity(dataset)}
 
     def packed(
-        self, dataset: SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig
-    ) -> SavableDataset[Any]:
+        self, dataset: internals.SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig
+    ) -> internals.SavableDataset[Any]:
         """Returns packs from a sliding window over measured samples, or from disjoint buffers of a size. Raises
         `ConfigError`: a buffer size below 1, or any where the class does not take one."""
         kind, window, balance, own = WindowPackingDataset, self.packing.window, self.packing.balance_window, {}
@@ -344,9 +340,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self.dummy = DummyImage(takes_images[0]) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
-            raise ConfigError(
-                f"packing.dummy_image takes {reserved} tokens of packing.seq_length {packing.seq_length}; raise it."
-            )
+            row = f"packing.seq_length {packing.seq_length}"
+            raise ConfigError(f"packing.dummy_image takes {reserved} tokens of {row}; raise it.")
         names = {each.family.name for each in own if self.aligns_rows}
         of_family = [most for name, most in MOST_PATCHES.items() if name in names]
         self.limits = PackLimits.of_settings(
@@ -566,8 +561,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return thd.pad_cu_seqlens(batch, max_segments=most, max_seqlen=self.packing.seq_length)
 
     def packed(
-        self, dataset: SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig
-    ) -> SavableDataset[Any]:
+        self, dataset: internals.SavableDataset[Any], buffer_size: int | None, worker_config: WorkerConfig
+    ) -> internals.SavableDataset[Any]:
         """Packs the measured samples, from the window or from disjoint buffers; splits long samples if configured."""
         if self.packing.oversize == "split":
             dataset = SplitPieces(dataset, worker_config=worker_config)

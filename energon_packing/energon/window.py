@@ -18,17 +18,7 @@ from typing import Any
 from megatron.energon import WorkerConfig
 
 from energon_packing.drops import Shares
-from energon_packing.energon.internals import (
-    BaseWrapperDataset,
-    FatalSampleError,
-    FlexState,
-    SampleIndex,
-    SavableDataset,
-    SavableSampleBuffer,
-    add_sample_restore_key,
-    get_sample_restore_key,
-    set_sample_restore_key,
-)
+from energon_packing.energon import internals
 from energon_packing.energon.samples import (
     MeasuredSample,
     Pack,
@@ -67,7 +57,7 @@ def attempt(
         return render()
     except SampleRejected as error:
         ledger.drop(key, error.reason, error.detail, data=data, modality=modality)
-    except (UserError, PackingError, FatalSampleError):
+    except (UserError, PackingError, internals.FatalSampleError):
         raise
     except Exception as error:  # whatever failed, memory and recursion included, only this sample is lost
         ledger.drop(key, "render_error", f"{type(error).__name__}: {error}", data=data, modality=modality)
@@ -79,7 +69,7 @@ type Held = tuple[list[Any], ...]
 have changed since); and the number of each in its worker's stream, from 0."""
 
 
-class WindowBuffer(SavableSampleBuffer):
+class WindowBuffer(internals.SavableSampleBuffer):
     """Energon's sample buffer with shallow saves. Saved states contain the class name, so it must not change. Restore
     keys are tuples that are never changed, so a shallow copy of the list is enough. It is thirty times faster than a
     deep copy, which makes a checkpoint after every pack affordable."""
@@ -110,25 +100,20 @@ class WindowBuffer(SavableSampleBuffer):
             column[:] = [entry for at, entry in enumerate(column) if at not in gone]
         return held
 
-    def save_state(self) -> FlexState:
+    def save_state(self) -> internals.FlexState:
         """Returns restore keys and arrivals; on restore, the samples are read again from the keys."""
-        return FlexState(
+        return internals.FlexState(
             __class__=type(self).__name__, _restore_keys=list(self._restore_keys), _arrivals=list(self._arrivals)
         )
 
 
-class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
+class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
     """Packs from a sliding window. Saved states and restore keys contain the class name, so it must not change.
-
-    Args:
-        balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
-        packer: chooses, renders and assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or
-            another object with its ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`,
-            ``select_samples_to_pack``), ``order_plans``, ``fewest_packs``, ``postencode_sample``, ``arrange`` and
-            ``pack_selected_samples``.
-        tells_end: whether the end of an epoch (`Pack.ended`) follows its last pack, for a loader, which then tells of
-            drops.
-    """
+    ``balance_window`` finished plans are reordered before emission; 1 keeps the order. ``packer`` chooses, renders and
+    assembles the packs, and creates this worker's ledger: a `WindowTaskEncoder`, or another object with its
+    ``make_ledger``, ``select_pack`` (for a `DisjointPackingDataset`, ``select_samples_to_pack``), ``order_plans``,
+    ``fewest_packs``, ``postencode_sample``, ``arrange`` and ``pack_selected_samples``. If it ``tells_end``, the end of
+    an epoch (`Pack.ended`) follows its last pack, for a loader, which then tells of drops."""
 
     _savable_fields = (
         *("_window", "_planned", "_plan_lengths", "_ready", "_block", "_draining"),
@@ -137,7 +122,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def __init__(
         self,
-        dataset: SavableDataset[MeasuredSample],
+        dataset: internals.SavableDataset[MeasuredSample],
         *,
         window: int,
         balance_window: int,
@@ -161,7 +146,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     _waits_for_plans = False  # whether planned samples count as held, and all plans are emitted before the next ones
 
     def reset_state_own(self) -> None:
-        self._restored: FlexState | None = None  # the state that the next iteration starts from
+        self._restored: internals.FlexState | None = None  # the state that the next iteration starts from
         self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._plan_lengths: list[int] = []  # samples of each plan, in the order of _planned
@@ -169,8 +154,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._block = 0  # number of the next block
         self._draining = False  # the source is exhausted for this epoch
         self._arrived = 0  # measured samples received from the source
-        self._render_index = SampleIndex(self.worker_config, src=self)
-        self._pack_index = SampleIndex(self.worker_config, src=self)
+        self._render_index = internals.SampleIndex(self.worker_config, src=self)
+        self._pack_index = internals.SampleIndex(self.worker_config, src=self)
 
     @property
     def ledger(self) -> Ledger:
@@ -208,7 +193,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     def _end(self, read: int) -> Pack[Any]:
         """What follows the last pack of a finite epoch, so that what was dropped since is reported."""
         self.ledger.end_epoch(read)
-        return set_sample_restore_key(
+        return internals.set_sample_restore_key(
             Pack(
                 __key__="",
                 __restore_key__=(),
@@ -334,7 +319,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         pack.worker = self.worker_config.rank_worker_id()
         pack.ahead = len(self._plan_lengths) + self.packer.fewest_packs(self._window.buffer)
         self.ledger.emit(index, [sample.__key__ for sample in rendered], changed=pack.changed)
-        return set_sample_restore_key(pack, index, *restore_keys, src=self)
+        return internals.set_sample_restore_key(pack, index, *restore_keys, src=self)
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
         index, *members = _after_name(self, restore_key)
@@ -349,17 +334,17 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         with self._pack_index.ctx(index):
             pack = self.packer.pack_selected_samples(rendered)
         pack.index = index
-        return set_sample_restore_key(pack, index, *members, src=self)
+        return internals.set_sample_restore_key(pack, index, *members, src=self)
 
-    def save_state(self) -> FlexState:
+    def save_state(self) -> internals.FlexState:
         """Returns the state, with the fingerprint that `restore_state` compares and the counts of the drop budget."""
         if self._restored is not None:
             counts = self._restored.get("counts")
         else:
             counts = None if self._ledger is None else self._ledger.counts()
-        return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
+        return internals.FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
-    def restore_state(self, state: FlexState) -> None:
+    def restore_state(self, state: internals.FlexState) -> None:
         """Restores a saved state. Raises `ConfigError`: the state was saved with different settings; the first that
         differs is named with both values. Or an older version saved it, with ``packing_buffer_size``."""
         check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
@@ -416,13 +401,13 @@ class DisjointPackingDataset(WindowPackingDataset):
         self._plan_lengths += filter(None, map(len, groups))
 
 
-class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
+class SplitPieces(internals.BaseWrapperDataset[MeasuredSample, MeasuredSample]):
     """Yields the pieces ``key#0``, ``key#1``, ... of split samples, and all others unchanged. Saved states and restore
     keys contain the class name."""
 
     _savable_fields = ("_whole_key", "_next")
 
-    def __init__(self, dataset: SavableDataset[MeasuredSample], *, worker_config: WorkerConfig) -> None:
+    def __init__(self, dataset: internals.SavableDataset[MeasuredSample], *, worker_config: WorkerConfig) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.reset_state_own()
 
@@ -438,23 +423,25 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
             yield from self._pieces(self.dataset.restore_sample(self._whole_key))
         for sample in self.dataset:
             if sample.split is not None:
-                self._whole_key, self._next = get_sample_restore_key(sample), 0
+                self._whole_key, self._next = internals.get_sample_restore_key(sample), 0
             yield from self._pieces(sample)
 
     def _pieces(self, sample: MeasuredSample) -> Iterator[MeasuredSample]:
         if sample.split is None:  # an ordinary sample, or a restored one that can no longer be read
             self._whole_key, self._next = None, 0
-            yield add_sample_restore_key(sample, 0, src=self)
+            yield internals.add_sample_restore_key(sample, 0, src=self)
             return
         for number in range(self._next, len(sample.split.pieces)):
             self._next = number + 1
-            yield add_sample_restore_key(piece_of(sample, number), number, src=self)
+            yield internals.add_sample_restore_key(piece_of(sample, number), number, src=self)
         self._whole_key, self._next = None, 0
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
         number, *inner = _after_name(self, restore_key)
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
-        return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
+        return internals.add_sample_restore_key(
+            sample if sample.split is None else piece_of(sample, number), number, src=self
+        )
 
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

@@ -263,14 +263,13 @@ BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 
 
 class PlannedScheduler:
-    """Hands on the rows that this rank's iterator already has in order, for Core's ``dev`` and ``main``.
-
-    ``next`` of the iterator gives this rank's rows of the next global batch, in the host's memory, a dict each:
-    ``tokens``, ``labels``, ``position_ids`` int64 ``[T]``, ``loss_mask`` float32 ``[T]`` of the whole row, which Core
-    cuts; ``cu_seqlens``, ``cu_seqlens_padded`` int32 ``[n + 1]``; ``max_seqlen`` int32; with dynamic context
-    parallelism ``local_cp_size`` int32; and, if known, ``step_lengths`` float64 ``[2]`` (see `run`). All ranks get
-    equally many rows, and the ranks that share a row get it at the same place. It has to be ``next``: Core's
-    ``RerunDataIterator`` around the iterator keeps what that gives, for a step that is run again."""
+    """Hands on the rows that this rank's iterator already has in order, for Core's ``dev`` and ``main``. ``next`` of
+    the iterator gives this rank's rows of the next global batch, in the host's memory, a dict each: ``tokens``,
+    ``labels``, ``position_ids`` int64 ``[T]``, ``loss_mask`` float32 ``[T]`` of the whole row, which Core cuts;
+    ``cu_seqlens``, ``cu_seqlens_padded`` int32 ``[n + 1]``; ``max_seqlen`` int32; with dynamic context parallelism
+    ``local_cp_size`` int32; and, if known, ``step_lengths`` float64 ``[2]`` (see `run`). All ranks get equally many
+    rows, and the ranks that share a row get it at the same place. It has to be ``next``: Core's ``RerunDataIterator``
+    around the iterator keeps what that gives, for a step that is run again."""
 
     def __init__(self, _limit: int | None, cp_size: int, _dp_size: int, group: int | None = None, **_more: Any) -> None:
         self._cp_size, self._group = cp_size, group or 1  # the rows that virtual pipeline stages take in turn

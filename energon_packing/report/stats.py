@@ -245,22 +245,17 @@ def packings(
     ranks: int = 1,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Packs the samples as the run does, and under every combination of other settings. Raises ConfigError: a
-    ``seq_length`` is not a multiple of the alignment.
+    """Packs the samples as the run does, and under every combination of other settings. ``windows`` are samples held
+    online, besides the run's; a plan is added to each combination where all samples were measured and each is read as
+    often: of a part, nobody knows how full the rows of all are. Each of the ``ranks`` that share the data has
+    ``data.workers`` readers. Raises ConfigError: a ``seq_length`` is not a multiple of the alignment.
 
-    Args:
-        windows: samples held online, besides the run's; a plan is added to each combination where all samples were
-            measured and each is read as often: of a part, nobody knows how full the rows of all are.
-        ranks: that share the data; each has ``data.workers`` readers.
-
-    Yields:
-        Settings; ``too_long`` and ``over_limit``, samples that fit no row as they are; ``lost``, the share of tokens
-        that no row has; ``fill``, ``alignment`` and ``tail``, shares of all tokens of all rows in a run that repeats
-        its data; ``packs`` and ``steps`` of an epoch of it; ``end_packs``, how many more there are where an epoch ends
-        and all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half
-        the width of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has.
-        ``fills``: of each replicate; ``part``: how much of their variance the error of drawing is.
-    """
+    Yields settings; ``too_long`` and ``over_limit``, samples that fit no row as they are; ``lost``, the share of
+    tokens that no row has; ``fill``, ``alignment`` and ``tail``, shares of all tokens of all rows in a run that repeats
+    its data; ``packs`` and ``steps`` of an epoch of it; ``end_packs``, how many more there are where an epoch ends and
+    all readers pack what they hold (the run's own row only). Each has an error, such as ``fill_error``: half the width
+    of its 95 % interval. ``dropped`` of ``read``: samples measured, and pieces of them, that no row has. ``fills``: of
+    each replicate; ``part``: how much of their variance the error of drawing is."""
     own = run.packing.seq_length, run.parallel.multiple
     for row, multiple in dict.fromkeys([own, *itertools.product(seq_lengths or own[:1], multiples or own[1:])]):
         # Sequence parallelism alone needs every multiple.
@@ -464,16 +459,9 @@ def efficiency(costs: np.ndarray, ranks: int, window: int, seed: int) -> float:
 
 class _Dealt:
     """What rows of a run hold, and streams of it as the run reads them: in random order, by the weights of the data
-    sets.
-
-    Attributes:
-        limits: of a row.
-        cost: of a sample.
-        kept: the samples that fit one, and the pieces of others.
-        too_long, over: which of the N samples are too long for a row, and which are over another limit of it.
-        lost: ``[N]``, tokens of each that no row has.
-        drops: samples and pieces that are dropped.
-    """
+    sets. ``limits`` are of a row, ``cost`` is of a sample, ``kept`` the samples that fit one and the pieces of others,
+    ``drops`` how many samples and pieces are dropped; ``too_long`` and ``over`` say which of the N samples are too long
+    for a row, and which are over another limit of it; ``lost`` ``[N]`` are the tokens of each that no row has."""
 
     def __init__(self, samples: StatsSamples, run: RunConfig) -> None:
         """Raises `ConfigError`, `UserError`: no row has this length, or samples have to be cut and cannot."""

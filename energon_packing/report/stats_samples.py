@@ -33,8 +33,7 @@ class StatsSamples:
     measured: int  # how many of them were looked at; less than ``total`` if they were drawn at random
     datasets: tuple[str, ...]
     dataset: np.ndarray  # ``[N]`` int64, the data set of each sample
-    # name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the `SampleKind.more_columns` of
-    # its kind
+    # name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also its `SampleKind.more_columns`
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()  # for each data set, the dropped samples by reason
     # ``[N]`` int64, its place there, dropped ones counted; empty for a plan
@@ -48,8 +47,7 @@ class StatsSamples:
     remeasure: Callable[[RunConfig, np.ndarray], Sequence[Remeasured]] | None = None
     # of the ``measured`` samples; nothing where nobody counted
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    # figures of a plan, of all of its epochs, and of one its samples ``dropped`` and ``read`` as the budget counts
-    # them; None otherwise
+    # figures of a plan, of all epochs; of one its samples ``dropped`` and ``read`` as the budget counts; else None
     planned: Mapping[str, Any] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
     family: str = ""  # `VisionFamily.name` of the encoder that measured; empty for clips

@@ -20,11 +20,10 @@ def fit_report(path: Path) -> dict[str, Any]:
     """Fits the seconds of a run's steps to what their packs cost, on the rank that takes longest: so much for each unit
     of vision and of language, and a constant, none negative, by least squares. ``path`` is the directory of the metrics
     of a run, or the file of a rank; where runs of other numbers of ranks wrote there before, those of the last count. A
-    run replaces the steps of one before from its own first pack on.
-
-    Returns ``vision``, ``language``: seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error``
-    as a share of a step, ``steps`` and ``left_out`` (steps that took far longer than the fit says), ``ranks``. Raises
-    UserError: there are no metrics, of an older version, or too few steps."""
+    run replaces the steps of one before from its own first pack on. Returns ``vision``, ``language``: seconds per unit
+    of cost; ``constant``: seconds; ``r_squared``, ``median_error`` as a share of a step, ``steps`` and ``left_out``
+    (steps that took far longer than the fit says), ``ranks``. Raises UserError: there are no metrics, of an older
+    version, or too few steps."""
     files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
     # (ranks of the run, pack) -> file -> vision, language, seconds
     steps: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = defaultdict(dict)
@@ -96,19 +95,13 @@ def _non_negative(columns: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 128) -> dict[str, Any]:
-    """How long steps of a plan take on pipelines, by the costs of its packs. Raises UserError: no plan, another layout
-    than these, one that Core refuses, or a plan shorter than a step.
-
-    Args:
-        layout: ``PP`` or ``PPxVP``: pipeline ranks, and stages of each.
-        ranks, count: data-parallel size, and micro-batches of each replica.
-        most: replicas that are simulated in all; steps, and replicas of one, are taken at equal distances.
-
-    Returns:
-        ``steps`` simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the
-        share of steps in which ranks compute until the slowest replica is through, and ``bubble``, that in which those
-        of a replica wait until it is.
-    """
+    """How long steps of a plan take on pipelines, by the costs of its packs; ``layout`` is ``PP`` or ``PPxVP``:
+    pipeline ranks, and stages of each; ``ranks`` the data-parallel size, each with ``count`` micro-batches. ``most``
+    replicas are simulated in all; steps, and replicas of one, are taken at equal distances. Returns ``steps``
+    simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the share of steps
+    in which ranks compute until the slowest replica is through, and ``bubble``, that in which those of a replica wait
+    until it is. Raises UserError: no plan, another layout than these, one that Core refuses, or a plan shorter than a
+    step."""
     from energon_packing.offline.plan import Plan
 
     sizes = layout.split("x")

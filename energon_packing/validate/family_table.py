@@ -15,8 +15,7 @@ class FamilyLine:
     """One family from one version of Megatron-Bridge on, until a later line of the same family."""
 
     name: str  # for people
-    # start of the normalised family name, see `RunView.family`; the longest match counts; that of ``name`` if none is
-    # given
+    # start of the normalised family name, see `RunView.family`; the longest match counts; by default that of ``name``
     prefix: str = ""
     since: tuple[int, int] = (0, 6)  # first two numbers of the version
     packed: bool = True  # whether the family keeps the samples of a packed row apart

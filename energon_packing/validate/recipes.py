@@ -24,16 +24,9 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.sample_kind import KINDS
 from energon_packing.trust import mappings_in, refuse_code
+from energon_packing.validate import run_facts
 from energon_packing.validate.family_table import OPTED_OUT
 from energon_packing.validate.memory import memory_of
-from energon_packing.validate.run_facts import (
-    PLACEHOLDERS,
-    DataFacts,
-    TokenFacts,
-    model_geometry,
-    numbers,
-    processor_facts,
-)
 from energon_packing.validate.run_view import OLD_NAMES, DatasetKind, RunView, installed_version, stated
 from energon_packing.validate.verdict import prepare_bridge, without_output
 
@@ -154,9 +147,8 @@ def _reason(error: Exception) -> str:
 def _checked(container: Any, name: str) -> Any:
     for part in ("model", "train", "dataset", "ddp", "dist", "validation"):
         if getattr(container, part, None) is None:
-            raise ConfigError(
-                f"{name} returns a {type(container).__name__} without {part}; expected a ConfigContainer."
-            )
+            found = f"a {type(container).__name__} without {part}"
+            raise ConfigError(f"{name} returns {found}; expected a ConfigContainer.")
     return container
 
 
@@ -228,7 +220,9 @@ _OF_HEADS = ("hidden_size", "num_attention_heads", "kv_channels", "global_kv_cha
 """Settings that determine the width of heads; Gemma 4 has wider ones where it attends to the whole sequence."""
 
 
-def view_of(container: Any, *, world_size: int, step: str | None = None, data: DataFacts | None = None) -> RunView:
+def view_of(
+    container: Any, *, world_size: int, step: str | None = None, data: run_facts.DataFacts | None = None
+) -> RunView:
     """Returns the view of a Bridge ``ConfigContainer``, before or after ``validate()``, and of the forward ``step``,
     whose name a container does not hold."""
     model, dataset = container.model, container.dataset
@@ -284,13 +278,15 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             "vision_frozen": bool(frozen) and all(frozen),
             "head_dim": widest,
             "value_dim": value_dim,
-            "model_tokens": TokenFacts(
+            "model_tokens": run_facts.TokenFacts(
                 size=_embedding_rows(model),
-                placeholders=numbers({kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}),
-                geometry=model_geometry(getattr(model, "vision_config", None), model),
+                placeholders=run_facts.numbers(
+                    {kind: getattr(model, f"{kind}_token_id", None) for kind in run_facts.PLACEHOLDERS}
+                ),
+                geometry=run_facts.model_geometry(getattr(model, "vision_config", None), model),
             ),
             "task_encoder": type(dataset.task_encoder).__name__ if hasattr(dataset, "task_encoder") else None,
-            "processor_tokens": processor_facts(getattr(dataset, "processor", None)),
+            "processor_tokens": run_facts.processor_facts(getattr(dataset, "processor", None)),
             "window": getattr(packing, "window", None),
             # As `PackingTaskEncoder` chooses for an encoder of one's own.
             **({"padding": "between"} if isinstance(encoder, str) and fields.get("padding") == "auto" else {}),

@@ -75,8 +75,7 @@ LARGEST_JSON = 256 << 20
 class TokenFacts:
     """Ids that a tokenizer produces, or that a model takes."""
 
-    # upper bound of the ids, exclusive: the tokenizer's largest id plus one, or the rows of the model's embedding; None
-    # if unknown
+    # upper bound of the ids, exclusive: the tokenizer's largest plus one, or rows of the model's embedding, if known
     size: int | None = None
     placeholders: Mapping[str, int] = field(default_factory=dict)  # a name of `PLACEHOLDERS` -> id of that token
     # a name of `GEOMETRY` -> pixels, frames or patches; those that are stated

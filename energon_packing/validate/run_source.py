@@ -20,15 +20,9 @@ from typing import Any
 from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import UNREAD, row_length, run_config_of
+from energon_packing.validate import recipes
 from energon_packing.validate.family_table import GPTS
 from energon_packing.validate.looks.samples import measure_data
-from energon_packing.validate.recipes import (
-    config_file,
-    container_of_file,
-    container_of_recipe,
-    gpu_of_recipes,
-    view_of,
-)
 from energon_packing.validate.rules.rule import violations
 from energon_packing.validate.run_facts import DataFacts, model_facts, processor_facts
 from energon_packing.validate.run_view import RunView, installed_version, place_of, stated
@@ -112,7 +106,7 @@ class YamlRun(RunSource):
 
     def view(self) -> RunView:
         model = self.config.training.model
-        model_config = config_file(model, self.model_configs) if model else None
+        model_config = recipes.config_file(model, self.model_configs) if model else None
         if model_config is None and self.model_configs is not None:
             raise ConfigError(
                 f"{self.model_configs} has no {model}/config.json; training.model and --model-configs do not agree."
@@ -177,7 +171,7 @@ class ContainerRun(RunSource):
                 raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
 
     def view(self) -> RunView:
-        view = partial(view_of, self.container, step=self.step, data=self.data)
+        view = partial(recipes.view_of, self.container, step=self.step, data=self.data)
         return view(world_size=self.world_size or view(world_size=1).smallest_world_size)
 
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
@@ -210,7 +204,7 @@ class ContainerRun(RunSource):
     def verdict(self) -> BridgeVerdict:
         """Bridge's verdict on the container, and on an equivalent run if its data set is ours."""
         view = self.view()
-        with gpu_of_recipes():
+        with recipes.gpu_of_recipes():
             own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
         # Bridge skips some rules for a provider; its own data set class gets them all.
         return bridge_verdict(view) if own.accepted and view.dataset_kind == "packed_energon" else own
@@ -394,15 +388,11 @@ def run_source(
     step: str | None = None,
     model_configs: Path | None = None,
 ) -> RunSource:
-    """Recognises what was given. Raises ConfigError: it cannot be read; UserError: Bridge is needed and cannot be
-    imported.
-
-    Args:
-        given: one name (a YAML file, a file of arguments, ``module:function``), or the arguments themselves.
-        overrides: ``section.key=value`` for our YAML, Hydra overrides for Bridge.
-        step: forward step, for sources that do not hold it.
-        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
-    """
+    """Recognises what was ``given``: one name (a YAML file, a file of arguments, ``module:function``), or the arguments
+    themselves. ``overrides`` are ``section.key=value`` for our YAML, Hydra overrides for Bridge; ``step`` is the
+    forward step, for sources that do not hold it; ``model_configs`` a folder of ``NAME/config.json`` of models, used
+    instead of the hub if it has the model. Raises ConfigError: it cannot be read; UserError: Bridge is needed and
+    cannot be imported."""
     if not given:
         raise ConfigError("Nothing to validate: name a YAML file, a recipe module:function, or arguments after --.")
     name = given[0]
@@ -427,11 +417,11 @@ def run_source(
             raise ConfigError(f"{path} cannot be read as a list of arguments: {error}.") from error
         return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)
     if _RECIPE.match(name) and not path.exists():
-        container, kind = container_of_recipe(name, model_configs), "Bridge recipe"
+        container, kind = recipes.container_of_recipe(name, model_configs), "Bridge recipe"
     elif re.search(r"^_target_:", text, re.MULTILINE):
         if model_configs is not None:
             raise ConfigError("--model-configs does not apply to a serialised configuration, which contains its model.")
-        container, kind = container_of_file(path), "serialised Bridge configuration"
+        container, kind = recipes.container_of_file(path), "serialised Bridge configuration"
     else:
         sets = overrides if step is None else (*overrides, f"training.step={step}")
         return YamlRun(name=name, overrides=sets, world_size=world_size, model_configs=model_configs)

@@ -68,9 +68,8 @@ class PackedWanDatasetConfig(PackProvider):
                 "must be 1. Raise seq_length instead."
             )
         if self.trust_remote_code:
-            raise ConfigError(
-                "dataset.trust_remote_code is true, but clips run no code from a model's folder; leave it out."
-            )
+            why = "but clips run no code from a model's folder"
+            raise ConfigError(f"dataset.trust_remote_code is true, {why}; leave it out.")
 
     def check_run(self, container: ConfigContainer) -> None:
         """Checks the run, of which Bridge checks nothing for a Wan data set. Raises ConfigError: the model cannot take
@@ -88,9 +87,8 @@ class PackedWanDatasetConfig(PackProvider):
             ("text_width", self.encoder.text_width, "text_dim is", model.text_dim),
         ):
             if here != there:
-                raise ConfigError(
-                    f"dataset.encoder.{name} is {here}, but model.{words} {there}; set the first to the second."
-                )
+                differ = f"dataset.encoder.{name} is {here}, but model.{words} {there}"
+                raise ConfigError(f"{differ}; set the first to the second.")
         if model.qkv_format != "thd":
             raise ConfigError(f"model.qkv_format is {model.qkv_format!r}, which has no boundaries; set it to 'thd'.")
         if model.apply_rope_fusion:

@@ -40,21 +40,10 @@ from energon_packing.wan.tensor_files import read_tensor
 class LatentEncoder(Protocol):
     """A video VAE: anything with these attributes and this method."""
 
-    @property
-    def name(self) -> str:
-        """Goes into the fingerprint of saved loader states."""
-
-    @property
-    def temporal_stride(self) -> int:
-        """``n`` frames become ``1 + (n - 1) / temporal_stride`` latent frames; only such ``n`` come."""
-
-    @property
-    def spatial_stride(self) -> int:
-        """Pixels of a side of one latent; frames come in multiples of it."""
-
-    @property
-    def channels(self) -> int:
-        """Of the latents."""
+    name: str  # goes into the fingerprint of saved loader states
+    temporal_stride: int  # ``n`` frames become ``1 + (n - 1) / temporal_stride`` latent frames; only such ``n`` come
+    spatial_stride: int  # pixels of a side of one latent; frames come in multiples of it
+    channels: int  # of the latents
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """Returns latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).
@@ -109,13 +98,8 @@ class WanLatentEncoder:
 class CaptionEncoder(Protocol):
     """A text encoder: anything with these attributes and methods."""
 
-    @property
-    def name(self) -> str:
-        """Part of the fingerprint of saved loader states."""
-
-    @property
-    def width(self) -> int:
-        """Of an embedding."""
+    name: str  # part of the fingerprint of saved loader states
+    width: int  # of an embedding
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
         """Returns token ids of a caption, at most ``limit``, and how many there are without the limit."""
@@ -216,9 +200,8 @@ def plan_clip(
     available = max(1, math.floor(frames * wanted / fps + 1e-9))
     latents = (1 + (min(available, config.max_frames) - 1) // temporal_stride) // patch_frames * patch_frames
     if latents == 0:
-        raise SampleRejected(
-            "too_short", f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
-        )
+        detail = f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
+        raise SampleRejected("too_short", detail)
     count = 1 + (latents - 1) * temporal_stride
     steps = np.arange(count, dtype=np.float64)
     if config.longer == "spread" and count > 1:
@@ -375,9 +358,8 @@ class TextToVideoEncoder:
             if not math.isfinite(size):
                 raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
         if self.config.compat == "bridge" and sizes["latents"] > BRIDGE_LARGEST_LATENT:
-            raise SampleRejected(
-                "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
-            )
+            detail = f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+            raise SampleRejected("over_limit", detail)
         return WanSample(key=measured.key, latent=latent, text=text, metadata=dict(sample.metadata))
 
     def _plan(self, video: Media) -> ClipPlan:
@@ -408,9 +390,8 @@ class TextToVideoEncoder:
             held, stored = sample.context.shape
             rows = held if sample.context.rows is None else sample.context.rows
             if stored != width:
-                raise SampleRejected(
-                    "wrong_shape", f"text embeddings of width {stored}, but encoder.text_width is {width}"
-                )
+                detail = f"text embeddings of width {stored}, but encoder.text_width is {width}"
+                raise SampleRejected("wrong_shape", detail)
             if rows > limit:
                 raise SampleRejected("over_limit", f"{rows} text embeddings, over encoder.max_text_tokens={limit}")
             return rows, None, ()

@@ -147,20 +147,16 @@ def pack_wan(
     capacity: int | None = None,
     compat: Compat = "none",
 ) -> WanPack:
-    """Lays videos side by side in one row, and their texts in another. Raises ConfigError: a multiple below 1, an
-    unknown ``compat``; PackingError: an empty pack, a latent or text of a wrong shape, values that are not finite, a
-    text longer than `BRIDGE_TEXT_LENGTH` unless ``compat`` is ``"none"``, or a row above ``capacity``; by key.
+    """Lays videos side by side in one row, and their texts in another. The samples are in the order of the row;
+    `clip_order` tells one that needs no filler. Every video and every text is padded to a ``multiple``
+    (`thd.alignment_multiple`); with ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise. That and
+    ``"texts"`` pad every text to `BRIDGE_TEXT_LENGTH` and call all of it real. ``capacity`` limits the row's patches,
+    padding included; None sets no limit. Raises ConfigError: a multiple below 1, an unknown ``compat``; PackingError:
+    an empty pack, a latent or text of a wrong shape, values that are not finite, a text longer than
+    `BRIDGE_TEXT_LENGTH` unless ``compat`` is ``"none"``, or a row above ``capacity``; by key.
 
-    Args:
-        samples: in the order of the row; `clip_order` tells one that needs no filler.
-        multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
-            ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
-        capacity: limit on the row's patches, padding included; None sets no limit.
-        compat: ``"texts"`` and ``"bridge"`` pad every text to `BRIDGE_TEXT_LENGTH` and call all of it real.
-
-    If only the last video has padding, kernels would take the row for unpadded (`energon_packing.thd.assembly`), so a
-    filler of ``multiple`` patches and text tokens follows it. Rows of ``compat="bridge"`` have none.
-    """
+    If only the last video has padding, kernels would take the row for unpadded (`energon_packing.thd.assembly`), so
+    a filler of ``multiple`` patches and text tokens follows it. Rows of ``compat="bridge"`` have none."""
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ConfigError(f"multiple must be a whole number of at least 1, not {multiple!r}")
     if compat not in get_args(Compat):

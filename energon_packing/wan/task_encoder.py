@@ -77,15 +77,10 @@ TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=SU
 
 
 class TextToVideoTaskEncoder(WindowTaskEncoder):
-    """Measures, selects, renders and assembles clips; every name here is part of Energon's contract. Raises
-    ConfigError: a model cannot be used.
-
-    Args:
-        latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
-        cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
-        fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
-            is built.
-    """
+    """Measures, selects, renders and assembles clips; every name here is part of Energon's contract. Encoders are
+    models of your own, see `TextToVideoEncoder`; ``cookers`` are for data sets that ``convert`` did not write, and
+    return a `TextToVideoSample`; ``fingerprint`` are further names and values that a saved state must match, or a
+    function that gives them when a loader is built. Raises ConfigError: a model cannot be used."""
 
     packing: TextToVideoPackingConfig
     limits: ClipLimits

@@ -102,9 +102,8 @@ def _check_length(info: TensorInfo, end: int) -> TensorInfo:
         raise SampleRejected("wrong_shape", f"the tensor of shape {list(info.shape)} is empty")
     wanted = math.prod(info.shape) * _SIZES[info.dtype]
     if end - info.start != wanted:
-        raise _corrupt(
-            f"{info.dtype} of shape {list(info.shape)} needs {wanted} bytes, but the file holds {end - info.start}"
-        )
+        needs = f"{info.dtype} of shape {list(info.shape)} needs {wanted} bytes"
+        raise _corrupt(f"{needs}, but the file holds {end - info.start}")
     return info
 
 
@@ -123,9 +122,8 @@ def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise _corrupt("its header cannot be read") from error
     if not isinstance(descr, str) or descr[1:] not in _NPY_DTYPES or descr[:1] not in ("<", ">"):
-        raise SampleRejected(
-            "wrong_dtype", f"it holds {str(descr)[:40]!r}, expected floating-point numbers (bfloat16: use safetensors)"
-        )
+        detail = f"it holds {str(descr)[:40]!r}, expected floating-point numbers (bfloat16: use safetensors)"
+        raise SampleRejected("wrong_dtype", detail)
     return _check_length(
         TensorInfo("", _sides(shape), _NPY_DTYPES[descr[1:]], stream.tell(), descr[0], bool(fortran)), size
     )
@@ -209,9 +207,8 @@ class _TensorUnpickler(pickle.Unpickler):
             kinds += [str(value) for opcode, value, _ in pickletools.genops(stream) if opcode.name == "GLOBAL"]
         dtype = dict(zip(_STORAGES, _SIZES, strict=True)).get(kinds[0]) if len(kinds) == 1 else None
         if dtype is None or self.has_storage:
-            raise SampleRejected(
-                "wrong_dtype", f"it holds {', '.join(kinds)[:80]}, expected one floating-point storage"
-            )
+            detail = f"it holds {', '.join(kinds)[:80]}, expected one floating-point storage"
+            raise SampleRejected("wrong_dtype", detail)
         self.has_storage = True
         count = int.from_bytes(stream.read(8), "little")
         return torch.frombuffer(bytearray(stream.read()), dtype=getattr(torch, dtype), count=count)
@@ -234,9 +231,8 @@ def _zipped(stream: BinaryIO, size: int) -> Any:
             if any(b"bytearray" in archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")):
                 raise SampleRejected("unsafe_pickle", "it asks for bytes of any size")
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
-        raise SampleRejected(
-            "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
-        ) from error
+        detail = "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
+        raise SampleRejected("unsafe_pickle", detail) from error
     stream.seek(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -72,7 +72,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_packs_ahead.py::"
         "test_a_process_ends_after_its_thread_has_let_go_of_the_groups_of_ranks",
         oracle="the interpreter, which ends threads that come back too late",
-        edits=(("energon/replica_reader.py", "for thread in [*_running, *SENDING]:", "for thread in []:"),),
+        edits=(("energon/replica_reader.py", "for thread in [*_running, *channel.SENDING]:", "for thread in []:"),),
     ),
     Mutation(
         trap=53,
@@ -165,8 +165,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/window.py",
-                "except (UserError, PackingError, FatalSampleError):",
-                "except (UserError, PackingError, FatalSampleError, MemoryError):",
+                "except (UserError, PackingError, internals.FatalSampleError):",
+                "except (UserError, PackingError, internals.FatalSampleError, MemoryError):",
             ),
         ),
     ),

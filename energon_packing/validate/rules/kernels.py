@@ -80,9 +80,8 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
         if name in asked_for - set(NEWEST) or (version < OLDEST[name] and (name != "flash" or named[name])):
             if name not in asked_for:  # what is installed here precedes the table, so nothing is judged
                 return None
-            raise ConfigError(
-                f"--kernels {name}={named[name]}: name te, cudnn or flash, from te=2.9, cudnn=9.6 and flash=2 on."
-            )
+            known = "name te, cudnn or flash, from te=2.9, cudnn=9.6 and flash=2 on."
+            raise ConfigError(f"--kernels {name}={named[name]}: {known}")
     return None if sm is None else Machine(sm=sm, assumed=tuple(set(NEWEST) - set(stated)), **(NEWEST | stated))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from energon_packing.cli.options import FILE, PATH, config_options, executor_options, json_option
+from energon_packing.cli.options import PATH, config_options, executor_options, json_option
 from energon_packing.cli.terminal import answer, say, starting, table
 from energon_packing.errors import UserError, refuse
 from energon_packing.remote_files import shown
@@ -29,7 +29,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.command(epilog=_EXAMPLES)
 @click.argument("given", metavar="INDEX...", nargs=-1, required=True, type=PATH)
 @config_options
-@click.option("--out", metavar="PLAN", type=FILE, help="File to write.")
+@click.option("--out", metavar="PLAN", type=PATH, help="Where to write it; a directory if it is made in bands.")
 @click.option("--split", "splits", multiple=True, help="Split to plan, as measured; default: the only one there is.")
 @click.option("--without", multiple=True, metavar="SHARD", help="Leave out a shard that `measure` set aside.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")

@@ -1,6 +1,7 @@
 """Plans that are made in bands: what every band has, what the files are, and who reads them."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import pickle
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_index import drawn_rows, made_index, row
 from support.object_store import object_store
+from test_planned_loader import digests, planned
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import UserError
@@ -27,6 +29,9 @@ from energon_packing.offline import bands, planner
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.explain import changes, explanation
 from energon_packing.offline.files import read_metadata, write_table
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig
+from energon_packing.offline.pack import pack as store
 from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack, copy_plan, drops_path, part_path
 from energon_packing.offline.planner import efficiency_of, make_plan
@@ -363,3 +368,30 @@ def test_a_plan_in_a_store_is_opened_and_its_first_pack_read_by_six_requests_at_
         assert plan.facts.id == local.facts.id
         assert all_packs(plan) == all_packs(local)
         check_rows(plan)
+
+
+@pytest.mark.both_layouts
+def test_a_run_on_bands_resumes_and_reads_the_same_from_a_packed_directory(
+    dataset: Path, run_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(dataset, seq_length=512)
+    samples = Plan.open(planned(run, dataset, tmp_path, epochs=2).data.path).facts.samples
+    (tmp_path / "plan.parquet").unlink()
+    monkeypatch.setattr(bands, "BAND", 12)
+    on_bands = planned(run, dataset, tmp_path, epochs=2)
+    plan = Plan.open(on_bands.data.path)
+    assert len(plan.facts.parts) > 2
+    assert plan.facts.samples == samples
+    count = 2 * len(plan) + 3
+    loader = open_loader(on_bands)
+    expected = digests(itertools.islice(loader, count))
+    for at in (plan.facts.parts[1].first, len(plan) + 5):
+        loader = open_loader(on_bands)
+        list(itertools.islice(loader, at))
+        resumed = open_loader(on_bands)
+        resumed.restore_state(loader.save_state())
+        assert digests(itertools.islice(resumed, count - at)) == expected[at:]
+    store(PackConfig(plan=plan.path, out=tmp_path / "packed", media="copy", store="tokens", workers=0))
+    assert verify(VerifyConfig(directory=tmp_path / "packed", share=1.0)).findings == ()
+    stored = dataclasses.replace(on_bands, data=dataclasses.replace(on_bands.data, path=str(tmp_path / "packed")))
+    assert digests(itertools.islice(open_loader(stored), count)) == expected

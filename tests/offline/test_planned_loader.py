@@ -251,9 +251,9 @@ def test_an_ordered_run_reads_the_costs_of_the_packs_that_come_and_of_no_others(
     facts, read, reads = Plan.open(run.data.path).facts, [], Plan._read
     assert len(facts.row_groups) == facts.packs > 4
 
-    def recorded(plan, number, columns):
-        read.extend([number] * (columns is not None))
-        return reads(plan, number, columns)
+    def recorded(plan, group, columns):
+        read.extend([group.number] * (columns is not None))
+        return reads(plan, group, columns)
 
     monkeypatch.setattr(Plan, "_read", recorded)
     packs = iter(open_loader(run, rank=1, world_size=2, workers=0))

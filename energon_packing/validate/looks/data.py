@@ -263,7 +263,7 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
         unread = "no data set is named"
     elif REMOTE in path and not path.endswith(".parquet"):
         unread = f"{path} is not on this machine"
-    elif path.endswith(".parquet") and (REMOTE in path or Path(path).is_file()):
+    elif path.endswith(".parquet") and (REMOTE in path or Path(path).exists()):
         unread = "it is a plan, which is compared with the run and its shards when it is read"
     elif (Path(path) / "packed.json").is_file():
         unread = "it is packed, and compared with the run when it is read; 'energon-packing verify' reads all of it"

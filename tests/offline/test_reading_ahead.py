@@ -19,7 +19,8 @@ pytest.importorskip("moto", reason="scripts/requirements/4-project.txt")
 pytest.importorskip("boto3", reason="scripts/requirements/4-project.txt")
 
 from support.object_store import object_store
-from test_planned_loader import digests
+from test_planned_loader import digests, planned
+from test_shared_rows import DYNAMIC, OF_PAGE
 
 from energon_packing import errors, remote_files
 from energon_packing.errors import UserError

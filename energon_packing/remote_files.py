@@ -304,7 +304,7 @@ def unfinished(address: str) -> list[str]:
     """
 
     def ask(client: Any, path: str) -> list[str]:
-        provider = getattr(client, "_storage_provider", None)
+        provider: Any = getattr(client, "_storage_provider", None)
         if (s3 := getattr(provider, "_s3_client", None)) is None:
             return []
         bucket, _, prefix = f"{provider._base_path}/{path}".strip("/").partition("/")

@@ -142,8 +142,7 @@ class _RemotePieces:
         while size > 0 and (piece := self._find(address, offset)):
             part = b""
             with contextlib.suppress(Exception):
-                if len(content := piece.future.result()) == piece.stop - piece.start:
-                    part = content[offset - piece.start :][:size]
+                part = piece.future.result()[offset - piece.start :][:size]
             piece.left -= len(part)
             if piece.left <= 0 or not part:
                 self._drop(piece)

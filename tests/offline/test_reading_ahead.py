@@ -14,16 +14,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch.utils.data
 
 pytest.importorskip("moto", reason="scripts/requirements/4-project.txt")
 pytest.importorskip("boto3", reason="scripts/requirements/4-project.txt")
 
 from support.object_store import object_store
-from test_planned_loader import digests
+from test_planned_loader import digests, planned
+from test_shared_rows import DYNAMIC, OF_PAGE
 
 from energon_packing import errors, remote_files
 from energon_packing.errors import UserError
 from energon_packing.offline import source
+from energon_packing.offline.loader import _with_next
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -173,6 +176,26 @@ def test_ranges_are_the_bytes_of_the_file_in_few_requests(monkeypatch, tmp_path)
     assert sorted(asked) == [(10000, 4096), (14096, 4096), (18192, 1808)]
 
 
+class Indexes(torch.utils.data.Dataset):
+    def __getitem__(self, indexes):
+        return torch.utils.data.get_worker_info().id, indexes
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_each_worker_reads_ahead_for_what_torch_gives_it_next(workers):
+    every = _with_next(range(40, 80), workers)
+    dealt = torch.utils.data.DataLoader(
+        Indexes(), batch_size=None, sampler=every, num_workers=workers, collate_fn=lambda found: found
+    )
+    given = [[] for _ in range(workers)]
+    for worker, indexes in dealt:
+        given[worker].append(indexes)
+    for told in given:
+        own = [first for first, *_ in told]
+        assert told == [own[at : at + source.PACKS_AHEAD] for at in range(len(own))]
+    assert sorted(each[0] for told in given for each in told) == list(range(40, 80))
+
+
 @pytest.mark.parametrize("way", ["plan.parquet", "copied", "pixels"])
 def test_no_more_is_held_than_was_allowed_and_one_pack(shelf, run_of, monkeypatch, way):
     _, place, _ = shelf
@@ -245,7 +268,7 @@ def test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for(
                     patch.setattr(PositionedPacks, "expect", lambda *_: None)
                 made = []
                 with pytest.raises(UserError) as told:
-                    made += iter(opened(run_of, place / directory))
+                    made += iter(opened(run_of, place / directory, storage_patience=1.0))
                 said.append(str(told.value))
     finally:
         (tmp_path / file).write_bytes(before)

@@ -1,0 +1,96 @@
+"""The traps of reading from an object store in training; what a row means is told in `mutation_table`."""
+
+from mutation_table import Mutation
+
+AHEAD = "tests/offline/test_reading_ahead.py::"
+RANGES = AHEAD + "test_ranges_are_the_bytes_of_the_file_in_few_requests"
+SOURCE = "offline/source.py"
+
+REMOTE_READING_TRAPS = {
+    271: "bytes that were read ahead are others than those that are asked for",
+    272: "a pack takes a request for each of its files, or one more for what is known",
+    273: "reading ahead holds more bytes than allowed, or what no pack needs any more",
+    274: "reading ahead serves another worker, or an object that changed is waited for",
+}
+
+REMOTE_READING_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=271,
+        name="a joined range hands out its first bytes for each file in it",
+        test=RANGES,
+        oracle="the bytes of the file",
+        edits=(
+            (
+                SOURCE,
+                "part = piece.future.result()[offset - piece.start :][:size]",
+                "part = piece.future.result()[:size]",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=271,
+        name="a file that continues in the next piece ends where the first one does",
+        test=RANGES,
+        oracle="the bytes of the file",
+        edits=(
+            (
+                SOURCE,
+                "            parts.append(part)\n            offset, size = offset + len(part), size - len(part)",
+                "            parts.append(part)\n            size = 0",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=272,
+        name="neighbours are read by a request each",
+        test=RANGES,
+        oracle="the requests of the store",
+        edits=(
+            (SOURCE, "if address == other and begin - stop <= GAP and", "if address == other and begin - stop < 0 and"),
+        ),
+    ),
+    Mutation(
+        trap=272,
+        name="the store is asked for the size of a shard that the manifest says",
+        test=AHEAD + "test_a_pack_takes_few_requests[polylithic-copied]",
+        oracle="the requests of the store",
+        edits=(("offline/shards.py", "self._size or present(self._address).size", "present(self._address).size"),),
+    ),
+    Mutation(
+        trap=273,
+        name="packs are read ahead however many bytes are held",
+        test=AHEAD + "test_no_more_is_held_than_was_allowed_and_one_pack[polylithic-plan.parquet]",
+        oracle="the bound",
+        edits=((SOURCE, "return done and self.held < MOST_AHEAD", "return done"),),
+    ),
+    Mutation(
+        trap=273,
+        name="media of a sample that was dropped are held for good",
+        test=RANGES,
+        oracle="the bound",
+        edits=((SOURCE, "if each.owner not in owners]", "if each.owner in owners]"),),
+    ),
+    Mutation(
+        trap=274,
+        name="a worker reads ahead for packs that others are given",
+        test=AHEAD + "test_each_worker_reads_ahead_for_what_torch_gives_it_next[2]",
+        oracle="torch's own order",
+        edits=(("offline/loader.py", "yield [*coming][::workers]", "yield [*coming][:PACKS_AHEAD]"),),
+    ),
+    Mutation(
+        trap=274,
+        name="a shard that became shorter is taken for a store that is away",
+        test=AHEAD
+        + "test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for[polylithic-other-pixels/shard-00001.bin]",
+        oracle="the shard that was put there",
+        edits=(("remote_files.py", 'if "416" not in str(error):', "if True:"),),
+    ),
+    Mutation(
+        trap=274,
+        name="copied media of another size are read",
+        test=AHEAD
+        + "test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for[polylithic-longer-copied/media-00001.bin]",
+        oracle="the size in the manifest",
+        edits=(("offline/packed.py", "if size != entry.media_bytes:", "if False:"),),
+    ),
+)

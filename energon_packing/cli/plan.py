@@ -34,7 +34,7 @@ The drops of a plan are beside it, in PLAN.drops.jsonl.
 @click.option("--without", multiple=True, metavar="SHARD", help="Leave out a shard that `measure` set aside.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option(
-    "--extend", metavar="PLAN", type=FILE, help="Keep the packs of this plan that are trained: those before --from."
+    "--extend", metavar="PLAN", type=PATH, help="Keep the packs of this plan that are trained: those before --from."
 )
 @click.option("--from", "first", metavar="PACK", type=click.IntRange(min=0), help="First pack to plan anew.")
 @click.option("--diff", is_flag=True, help="Compare two plans instead: give them as arguments.")

@@ -100,7 +100,7 @@ def _statistics(given: SimpleNamespace) -> None:
     given.split = given.split if "split" in given.asked else run.data.split
     stages = dict.fromkeys(("sample", "measure"), "measuring")
     with ExitStack() as stack:
-        with ShownProgress(stages, quiet=given.as_json, units={"sample": "samples"}) as progress:
+        with ShownProgress(stages, quiet=given.as_json, units=dict.fromkeys(stages, "samples")) as progress:
             samples = _samples(given, run, progress, stack)
         choices = {"seq_lengths": given.seq_length, "multiples": given.multiple, "windows": given.window}
         report = stats_report(samples, run, **choices, ranks=given.data_parallel or 1, seed=given.seed)

@@ -159,9 +159,10 @@ class ShownProgress:
     def __enter__(self) -> Self:
         self._open.enter_context(redirect_stdout(sys.stderr))
         if self._console.is_terminal and not self._quiet:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            texts = (TextColumn("{task.description}"), TextColumn("{task.fields[left]}"))
+            columns = (texts[0], BarColumn(20), TimeElapsedColumn(), texts[1])
             self._bar = self._open.enter_context(Progress(*columns, console=self._console, transient=True))
         return self
 
@@ -187,8 +188,11 @@ class ShownProgress:
             if begins:
                 for old in self._bar.task_ids:
                     self._bar.remove_task(old)
-                self._bar.add_task(self._stages[stage])
-            self._bar.update(self._bar.task_ids[-1], completed=done, total=max(total, 1))
+                self._bar.add_task(self._stages[stage], left="")
+            left = ", ".join(self._rate(done, total, now - self._began).rsplit(", ", 2)[1:])[
+                :-1
+            ]  # what there is room for
+            self._bar.update(self._bar.task_ids[-1], completed=done, total=max(total, 1), left=left)
         elif not begins or ends:
             rest = "" if ends else self._rate(done, total, now - self._began)
             click.echo(f"{self._stages[stage]}: {100 * done // max(total, 1)} %{rest}", err=True)

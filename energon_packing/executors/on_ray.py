@@ -79,7 +79,8 @@ class RayWorkers:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ray, crashes = self._ray, (self._ray.exceptions.WorkerCrashedError, self._ray.exceptions.OutOfMemoryError)
-        kind, ask = ray.remote(num_cpus=1, max_restarts=0)(_Worker), ray.remote(num_cpus=0, max_retries=0)(_lives)
+        kind = ray.remote(num_cpus=1, max_restarts=0)(_Worker)
+        ask = ray.remote(num_cpus=0, max_retries=0)(lambda: None)
         attempts = Attempts(tasks, work)
         described = ray.put(work)
         # Of each answer that is to come: what was asked, of whom, about which task; and how a worker ended.
@@ -94,7 +95,8 @@ class RayWorkers:
                 waiting[actor.do.remote(attempts.sent(to_give))] = "do", actor, to_give, ""
                 to_give = None
             # A busy cluster starts some of them late or never, and the others do not wait for them.
-            while to_give is not None and len(actors) < self._most():
+            most = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))  # of the nodes that there are now
+            while to_give is not None and len(actors) < most:
                 actors.append(kind.remote())
                 waiting[actors[-1].node.remote()] = "node", actors[-1], None, ""
             if not attempts.running:
@@ -138,10 +140,6 @@ class RayWorkers:
                     elif attempts.done(attempt):
                         yield attempt.task, result
 
-    def _most(self) -> int:
-        """Workers, of all nodes that there are now."""
-        return self._count or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
-
 
 def _cannot_start(why: str) -> UserError:
     return UserError(
@@ -153,10 +151,6 @@ def _sentence(error: Exception) -> str:
     """The gist of Ray's long messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removeprefix("System error: ")[:400].rstrip(".") if lines else type(error).__name__
-
-
-def _lives() -> None:
-    """What a node does that is not lost."""
 
 
 class _Worker:

@@ -42,6 +42,18 @@ def test_a_log_gets_a_line_every_half_minute_with_counts_rate_and_time_left(
     ]
 
 
+def test_a_terminal_shows_rate_and_time_left_of_what_this_command_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    file = io.StringIO()
+    terminal = Console(file=file, force_terminal=True, width=80)
+    with ShownProgress({"pack": "packing"}, quiet=False, units={"pack": "packs"}, console=terminal) as shown:
+        shown("pack", 0, 10_000)
+        now += 100
+        shown("pack", 2_500, 10_000)
+    assert "25.0 packs/s, about 5 min 0 s left" in file.getvalue()
+
+
 def test_what_libraries_print_meanwhile_does_not_come_before_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     with ShownProgress({"pack": "packing"}, quiet=True, console=LOG) as shown:
         shown("pack", 0, 10)

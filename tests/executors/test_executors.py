@@ -95,7 +95,7 @@ def test_each_task_is_done_once_in_the_order_of_completion_but_for_those_whose_w
 
 
 def test_a_task_at_which_three_workers_died_is_given_up_by_name(executor, kind, tmp_path):
-    tasks = [(number, "dies" if number == 7 else "") for number in range(20)]
+    tasks = [(number, "dies" if number == 7 else "slow" if number > 10 else "") for number in range(20)]
     with pytest.raises(UserError, match="squaring 7 was given up: 3 workers died at it, and the last one "):
         list(executor.results(tasks, Squares(tmp_path)))
     assert attempts(tmp_path) == {n: 3 if n == 7 else 1 for n in range(20)}  # which comes last

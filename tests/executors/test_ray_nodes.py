@@ -38,11 +38,11 @@ def nodes(monkeypatch):
 
 
 def begun(notes, count):
-    """Waits until so many tasks have begun."""
-    deadline = time.monotonic() + 60
-    while len([*notes.iterdir()]) < count and time.monotonic() < deadline:
+    """Waits until workers have begun tasks so many times."""
+    deadline = time.monotonic() + 120
+    while (found := sum(attempts(notes).values())) < count and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len([*notes.iterdir()]) >= count
+    assert found >= count
 
 
 def test_a_node_that_vanishes_costs_its_tasks_but_no_death_and_one_that_joins_works(nodes, tmp_path, monkeypatch):
@@ -61,13 +61,13 @@ def test_a_node_that_vanishes_costs_its_tasks_but_no_death_and_one_that_joins_wo
     nodes.remove_node(first, allow_graceful=False)
     nodes.add()
     nodes.add()
-    begun(tmp_path, 4)
+    begun(tmp_path, 5)  # a lost one again, and one more
     (tmp_path / "go").touch()
-    meanwhile.join(100)
+    meanwhile.join(120)
     assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(8)]
     (tmp_path / "go").unlink()
     assert sorted(attempts(tmp_path).values()) == [1] * 7 + [2]
-    assert len({process for _, (_, process) in found}) >= 4
+    assert len({process for _, (_, process) in found}) >= 3
 
 
 def test_a_worker_that_dies_by_itself_on_a_node_that_lives_is_a_death(nodes, tmp_path):

@@ -122,21 +122,27 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a task is given up when the first worker died at it",
         test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
         oracle="the notes that each attempt leaves",
-        edits=(("executors/work.py", "MOST_DEATHS = 2", "MOST_DEATHS = 1"),),
+        edits=(("executors/work.py", "MOST_DEATHS = 3", "MOST_DEATHS = 1"),),
     ),
     Mutation(
         trap=104,
         name="a task whose worker died is not done again",
         test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
         oracle="the notes that each attempt leaves",
-        edits=(("executors/work.py", "        self._again.append(attempt)", "        pass"),),
+        edits=(("executors/work.py", "MOST_DEATHS - 1 else self._again).append(attempt)", "MOST_DEATHS - 1 else [])"),),
     ),
     Mutation(
         trap=104,
         name="a source that has no task yet is taken to have one",
         test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
         oracle="the definition",
-        edits=(("executors/work.py", "None if task is NOT_YET else Attempt(task)", "Attempt(task)"),),
+        edits=(
+            (
+                "executors/work.py",
+                "(task := next(self._new, NOT_YET)) is not NOT_YET",
+                "(task := next(self._new, None))",
+            ),
+        ),
     ),
     Mutation(
         trap=104,

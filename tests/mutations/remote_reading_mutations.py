@@ -80,16 +80,16 @@ REMOTE_READING_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=274,
         name="a shard that became shorter is taken for a store that is away",
-        test=AHEAD
-        + "test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for[polylithic-other-pixels/shard-00001.bin]",
+        test=AHEAD + "test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for"
+        "[polylithic-other-pixels/shard-00001.bin]",
         oracle="the shard that was put there",
         edits=(("remote_files.py", 'if "416" not in str(error):', "if True:"),),
     ),
     Mutation(
         trap=274,
         name="copied media of another size are read",
-        test=AHEAD
-        + "test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for[polylithic-longer-copied/media-00001.bin]",
+        test=AHEAD + "test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for"
+        "[polylithic-longer-copied/media-00001.bin]",
         oracle="the size in the manifest",
         edits=(("offline/packed.py", "if size != entry.media_bytes:", "if False:"),),
     ),

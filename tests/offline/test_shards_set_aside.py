@@ -138,7 +138,11 @@ def test_a_shard_that_two_workers_pack_at_once_has_the_same_bytes(plan_of, tmp_p
     from energon_packing.executors import work
 
     whole, out = Path(plan_of.data.path).with_name("packed"), tmp_path / "packed"
-    packed, first = ShardPacker._pack, tmp_path / "first"
+    done, packed, first = ShardPacker.do, ShardPacker._pack, tmp_path / "first"
+
+    def waits(self, task):
+        assert not task.wait, "the first worker was ended before there was a result"
+        return done(self, task)
 
     def stalls_at_first(self, number):
         if number == 0 and not first.exists():
@@ -147,6 +151,7 @@ def test_a_shard_that_two_workers_pack_at_once_has_the_same_bytes(plan_of, tmp_p
         return packed(self, number)
 
     monkeypatch.setattr(work, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(ShardPacker, "do", waits)
     monkeypatch.setattr(ShardPacker, "_pack", stalls_at_first)  # while it has the lock of its shard
     report = pack(PackConfig(plan=Path(plan_of.data.path), out=out, workers=2, shard_packs=1))
     assert (report.missing, report.set_aside) == (0, ())

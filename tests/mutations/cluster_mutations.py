@@ -1,0 +1,105 @@
+"""The traps of nodes that vanish and shards that are set aside; what a row means is told in `mutation_table`."""
+
+from mutation_table import Mutation
+
+EXECUTORS = "tests/executors/test_executors.py::"
+NODES = "tests/executors/test_ray_nodes.py::"
+ASIDE = "tests/offline/test_shards_set_aside.py::"
+HOLE = ASIDE + "test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name[polylithic]"
+WORK, RAY = "executors/work.py", "executors/on_ray.py"
+
+CLUSTER_TRAPS = {
+    266: "a node that vanishes is taken for a shard that kills its workers, or the other way round",
+    267: "one shard that kills its workers ends the work at all others",
+    268: "a plan lacks the samples of a shard that nobody could measure, and does not say so",
+    269: "a slow worker is waited for, or its result counts twice, or much is done twice",
+    270: "a job of an array does other shards than are missing, or says that it is complete when it is not",
+}
+
+CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=266,
+        name="a lost node counts as a death at each of its tasks",
+        test=NODES + "test_a_node_that_vanishes_costs_its_tasks_but_no_death_and_one_that_joins_works",
+        oracle="a node of `ray.cluster_utils` that is killed",
+        edits=((RAY, 'if asked == "life" and lost is not None and not isinstance(lost, crashes):', "if False:"),),
+    ),
+    Mutation(
+        trap=266,
+        name="no death counts on a cluster",
+        test=EXECUTORS + "test_a_task_at_which_three_workers_died_is_given_up_by_name[ray]",
+        oracle="the notes that each attempt leaves",
+        edits=((RAY, "(given_up := attempts.died(attempt, how))", "(given_up := attempts.give_back(attempt))"),),
+    ),
+    Mutation(
+        trap=267,
+        name="a task that stands alone ends the command",
+        test=EXECUTORS + "test_a_task_that_stands_alone_is_given_up_while_the_others_are_done[local]",
+        oracle="the definition",
+        edits=((WORK, "        if self._apart is None:\n            raise", "        if True:\n            raise"),),
+    ),
+    Mutation(
+        trap=267,
+        name="the last try is not the last",
+        test=EXECUTORS + "test_a_task_at_which_three_workers_died_is_given_up_by_name[local]",
+        oracle="the notes that each attempt leaves",
+        edits=((WORK, "(self._last if attempt.deaths == MOST_DEATHS - 1 else self._again)", "self._again"),),
+    ),
+    Mutation(
+        trap=268,
+        name="a plan is made of an index with a hole",
+        test=HOLE,
+        oracle="the samples of the data set",
+        edits=(("offline/planner.py", "if left := sorted(holes.keys() - without):", "if left := []:"),),
+    ),
+    Mutation(
+        trap=268,
+        name="a hole is taken for measured, and never tried again",
+        test=HOLE,
+        oracle="the index of one process",
+        edits=(("offline/measure.py", '{"fingerprint": ""} if why else {}', "{}"),),
+    ),
+    Mutation(
+        trap=268,
+        name="packs are complete without a shard",
+        test=ASIDE + "test_packs_that_kill_their_workers_are_named_and_the_others_are_there[polylithic]",
+        oracle="the files of one process",
+        edits=(("offline/pack.py", "if not (shared.missing or shared.set_aside):", "if not shared.missing:"),),
+    ),
+    Mutation(
+        trap=269,
+        name="a second worker waits for the lock of the first",
+        test=ASIDE + "test_a_shard_that_two_workers_pack_at_once_has_the_same_bytes[polylithic]",
+        oracle="the files of one process",
+        edits=(("offline/formats/shards.py", "nullcontext(True) if task.twice else locked", "locked"),),
+    ),
+    Mutation(
+        trap=269,
+        name="both results of a task count",
+        test=EXECUTORS + "test_one_task_in_twenty_at_most_is_done_twice",
+        oracle="the tasks",
+        edits=((WORK, "first, attempt.ended = not attempt.ended, True", "first, attempt.ended = True, True"),),
+    ),
+    Mutation(
+        trap=269,
+        name="every slow task is done twice",
+        test=EXECUTORS + "test_one_task_in_twenty_at_most_is_done_twice",
+        oracle="the notes that each attempt leaves",
+        edits=((WORK, " or self._twice >= max(1, done // _ONE_IN)", ""),),
+    ),
+    Mutation(
+        trap=270,
+        name="a list is ignored",
+        test=ASIDE + "test_lists_that_cannot_be_are_refused[polylithic-words4-which is no shard of this command; write "
+        "the lists anew]",
+        oracle="the definition",
+        edits=(("offline/shared_work.py", "    if listed is not None:\n", "    if False:\n"),),
+    ),
+    Mutation(
+        trap=270,
+        name="the last step ends with 0 although shards are missing",
+        test=ASIDE + "test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_process[polylithic]",
+        oracle="the list of what is missing",
+        edits=(("offline/slurm.py", "{words} && [ ! -s {missing} ]", "{words}"),),
+    ),
+)

@@ -196,12 +196,6 @@ class RemoteReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._size)[whence]
         return self._at
@@ -297,6 +291,23 @@ def file_digest(file: Path) -> str:
     """SHA-256 of a file of this machine, hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def unfinished(address: str) -> list[str]:
+    """Names of files at or below an address whose upload in parts was begun and neither completed nor aborted, which no
+    list shows. Only S3 is asked, by its own client: multistorageclient has nothing for it. None if it may not be told.
+    """
+
+    def ask(client: Any, path: str) -> list[str]:
+        provider: Any = getattr(client, "_storage_provider", None)
+        if (s3 := getattr(provider, "_s3_client", None)) is None:
+            return []
+        bucket, _, prefix = f"{provider._base_path}/{path}".strip("/").partition("/")
+        return [each["Key"] for each in s3.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ())]
+
+    with contextlib.suppress(UserError):
+        return _ask(address, ask)
+    return []
 
 
 def remove(address: str) -> None:

@@ -43,7 +43,16 @@ from energon_packing.offline.plan import (
 from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
-from energon_packing.remote_files import absolute, check_remote, exists, file_size, open_file, shown
+from energon_packing.remote_files import (
+    absolute,
+    check_remote,
+    exists,
+    file_size,
+    open_file,
+    remote_address,
+    shown,
+    unfinished,
+)
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 
@@ -146,6 +155,15 @@ class VerifyReport:
 
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
+    """What is wrong with a directory or file (`_verified`), and in a store, uploads there that were broken off."""
+    report, address = _verified(config, progress), remote_address(config.directory)
+    left = () if address is None else unfinished(address)
+    what = "an upload of {} was begun and broken off; abort it, or the store keeps its parts and bills them"
+    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in left)
+    return dataclasses.replace(report, findings=(*report.findings, *findings))
+
+
+def _verified(config: VerifyConfig, progress: Progress) -> VerifyReport:
     """Reads every shard whole if the plan is right, and makes a share of the packs anew; of a plan, an index or a
     directory of Bridge's Parquet files, every file is read. Raises UserError: it is none of these, or not complete; or
     data sets of packs are needed and cannot be used."""

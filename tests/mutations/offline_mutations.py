@@ -347,8 +347,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/packs.py",
-                '        if size != identity["bytes"] or uuid != identity',
-                "        if uuid != identity",
+                '(size != identity["bytes"], f"{size}',
+                '(False, f"{size}',
             ),
         ),
     ),
@@ -695,7 +695,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_packed_loader.py::"
         "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-plan-0]",
         oracle="the bytes of the shards",
-        edits=(("offline/packs.py", "if now != before:", "if False:"),),
+        edits=(("offline/packs.py", "if not has_state(now, before):", "if False:"),),
     ),
     Mutation(
         trap=216,

@@ -138,7 +138,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "cli/measure.py",
-                "    starting(f\"Measuring {', '.join(map(str, datasets))}\", quiet=as_json or bool(edits))\n",
+                "    starting(f\"Measuring {', '.join(map(shown, datasets))}\", quiet=as_json or bool(edits))\n",
                 '    import energon_packing.offline.measure\n\n    starting("Measuring data", quiet=as_json)\n',
             ),
         ),

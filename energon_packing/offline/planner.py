@@ -44,18 +44,7 @@ from energon_packing.offline.blend import (
 from energon_packing.offline.files import remove_leftovers, said, write_json, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, kind_of, pair_counts
 from energon_packing.offline.order import balanced_order
-from energon_packing.offline.plan import (
-    LIMITED,
-    MANIFEST,
-    SOURCES_FILE,
-    Plan,
-    PlanFacts,
-    PlanPart,
-    drops_path,
-    hashed,
-    step_samples,
-    written_drops,
-)
+from energon_packing.offline.plan import Plan, PlanFacts, PlanPart, drops_path, hashed, step_samples, written_drops
 from energon_packing.offline.samples import (
     AnyLimits,
     Remeasure,
@@ -545,13 +534,13 @@ def make_plan(
     return facts
 
 
-_OURS = re.compile(rf"\..*|part-\d+\.parquet|{MANIFEST}|{SOURCES_FILE}")
+_OURS = re.compile(rf"\.?(part-\d+\.parquet|{plan_file.MANIFEST}|{plan_file.SOURCES_FILE})(\..*)?")
 
 
 def _check_free(out: Path, force: bool) -> None:
     """Refuses a place where a plan cannot be written, or shall not be replaced."""
     check_remote("the plan", out)
-    if (exists(out) or exists(out / MANIFEST)) and not force:
+    if (exists(out) or exists(out / plan_file.MANIFEST)) and not force:
         raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
     if not remote_address(out) and not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
@@ -609,24 +598,22 @@ class _Made:
             **known,
         )
 
-    def _tables(self, packs: OrderedPacks, drawn: AllSamples | Band, first: int) -> Iterator[pa.Table]:
-        return _tables(self._counted.sources, packs, drawn, self._schema, first)
-
     def file(self, packs: OrderedPacks, drawn: AllSamples) -> tuple[PlanFacts, str]:
         """Writes all packs, and returns what the plan says and the digest of its rows and settings."""
         self._add(packs)
         facts = self._facts(packs.held, packs.row_groups)
         digest = plan_file.digest_of(facts.to_json())
-        if exists(self._out / MANIFEST) or self._out.is_dir():
+        if exists(self._out / plan_file.MANIFEST) or self._out.is_dir():
             self.clear()
             shutil.rmtree(self._out, ignore_errors=True)
-        write_table(self._out, self._schema, hashed(self._tables(packs, drawn, 0), digest), facts.to_json())
+        tables = hashed(_tables(self._counted.sources, packs, drawn, self._schema, 0), digest)
+        write_table(self._out, self._schema, tables, facts.to_json())
         return facts, digest.hexdigest()
 
     def clear(self) -> None:
         """Makes an empty directory of the plan's place."""
         if (address := remote_address(self._out)) is not None:
-            for place in (address, f"{address}/{MANIFEST}"):
+            for place in (address, f"{address}/{plan_file.MANIFEST}"):
                 remove(place)
             return
         if self._out.is_file():
@@ -643,7 +630,8 @@ class _Made:
         path, held = plan_file.part_path(self._out, len(self._parts)), rows_digest(packs.held)
         content = hashlib.sha256(held.encode())
         said = {"format": plan_file.FORMAT, "digest": held, "row_groups": [first + each for each in packs.row_groups]}
-        write_table(path, self._schema, hashed(self._tables(packs, drawn, first), content), said)
+        tables = hashed(_tables(self._counted.sources, packs, drawn, self._schema, first), content)
+        write_table(path, self._schema, tables, said)
         rows, size = packs.order.size, file_size(path)
         self._parts.append(PlanPart(first=first, rows=rows, bytes=size, digest=held, content=content.hexdigest()))
 
@@ -651,7 +639,7 @@ class _Made:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
         facts = self._facts([digest_bytes(part.digest) for part in self._parts])
         plan_file.write_sources(self._out, facts)
-        write_json(self._out / MANIFEST, facts.to_json())
+        write_json(self._out / plan_file.MANIFEST, facts.to_json())
         return facts, plan_file.digest_of(facts.to_json()).hexdigest()
 
 
@@ -811,7 +799,7 @@ def _tables(
             "vision_cost": packs.of_samples[rows, 0],
             **{name: taken.column(name).cast(schema.field(name).type) for name in names},
         }
-        columns |= {name: getattr(samples.sizes, name)[rows] for name in LIMITED if name in schema.names}
+        columns |= {name: getattr(samples.sizes, name)[rows] for name in plan_file.LIMITED if name in schema.names}
         if samples.sizes.text_tokens is not None:
             columns["text_tokens"] = samples.sizes.text_tokens[rows]
         yield pa.table({name: columns[name] for name in schema.names}, schema=schema)

@@ -282,11 +282,12 @@ def _counted_as(name: str, counts: Mapping[str, Any], what: str) -> str:
     return name if name in counts or len(counts) < _MOST_NAMES else f"(other {what})"
 
 
-_Whole = Callable[[Path, Path], None]  # takes a tar that is whole, and the directory that is built
+Whole = Callable[[Path, Path], None]
+"""Takes a tar that is whole, and the directory that is built."""
 
 
 def convert(
-    config: ConvertConfig, progress: Progress | None = None, whole: _Whole = lambda *_: None
+    config: ConvertConfig, progress: Progress | None = None, whole: Whole = lambda *_: None
 ) -> ConversionReport:
     """Converts conversation files to an Energon data set.
 
@@ -385,7 +386,7 @@ def _build(
     build: Path,
     fingerprint: Any,
     tell: Progress,
-    whole: _Whole,
+    whole: Whole,
 ) -> ConversionReport:
     scratch = build.parent  # goes when the data set is published
     if config.media_root is not None and remote_address(config.media_root) is None:
@@ -480,7 +481,7 @@ def _read(
 
 
 def _write(
-    store: SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress, whole: _Whole
+    store: SampleStore, reading: ReadRecords, results: _Results, identity: bytes, tell: Progress, whole: Whole
 ) -> int:
     """The second half; returns the number of tars."""
     total, done = reading.record_bytes + reading.media_bytes, 0

@@ -67,7 +67,7 @@ REMOTE_READING_MUTATIONS: tuple[Mutation, ...] = (
         name="media of a sample that was dropped are held for good",
         test=RANGES,
         oracle="the bound",
-        edits=((SOURCE, "if each.owner not in owners]", "if each.owner in owners]"),),
+        edits=((SOURCE, "        self.remote.forget(lambda owner: owner is None)\n", ""),),
     ),
     Mutation(
         trap=274,

@@ -128,7 +128,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         self._opened()
         remote = self._files.remote
         self._coming = {index: self._coming.get(index) or (self._stages(index), []) for index in indexes}
-        remote.keep(self._coming)
+        remote.forget(lambda owner: owner not in self._coming)
         for index, (stages, places) in self._coming.items():
             with contextlib.suppress(Exception):  # the pack itself tells
                 while remote.ready(places) and (more := next(stages, None)) is not None:

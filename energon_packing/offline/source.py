@@ -12,7 +12,7 @@ import re
 import sqlite3
 import tempfile
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -120,9 +120,9 @@ class _RemotePieces:
         done = all(each is None or (each.future.done() and not each.future.exception()) for each in pieces)
         return done and self.held < MOST_AHEAD
 
-    def keep(self, owners: Container[Any]) -> None:
-        """Forgets what was read for others."""
-        for piece in [each for some in self._pieces.values() for each in some if each.owner not in owners]:
+    def forget(self, of: Callable[[Any], bool]) -> None:
+        """Drops what was read for some owners, and not asked for."""
+        for piece in [each for some in self._pieces.values() for each in some if of(each.owner)]:
             self._drop(piece)
 
     def look(self, path: Path, look: Callable[[Path], Any]) -> None:
@@ -212,6 +212,7 @@ class TarFiles:
         a time."""
         some, room = sorted(self.expected), MOST_BYTES
         self.expected.clear()
+        self.remote.forget(lambda owner: owner is None)
         self.remote.start(None, some)
         for path, offset, size in some:
             if size <= room and remote_address(path) is None:

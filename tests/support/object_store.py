@@ -41,7 +41,7 @@ class ObjectStore:
         fault = self.fault
         if self._random is not None:
             drawn = self._random[0].random()
-            for fault, share in self._random[1].items():
+            for fault, share in self._random[1].items():  # noqa: B007
                 if (drawn := drawn - share) < 0:
                     break
             else:

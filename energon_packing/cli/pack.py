@@ -69,8 +69,9 @@ def pack(ctx: click.Context, plan: Path, out: Path, form: str, as_json: bool, **
     with ShownProgress({"pack": "packing"}, quiet=as_json, units={"pack": "packs"}) as progress:
         report = packing.pack(packing.PackConfig(plan=plan, out=out, format=form, command=command, **given), progress)
     counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
-    said: dict[str, Any] = {"out": shown(out), "packs": report.packs, "set_aside": report.set_aside, "shards": counts}
+    said: dict[str, Any] = {"out": shown(out), "packs": report.packs, "set_aside": report.set_aside}
     shards = () if report.facts is None else report.facts.shards
+    said |= counts if report.facts is None else {"shards": counts}
     if report.facts is not None:
         said |= {name: getattr(report.facts, name) for name in ("plan", "store", "media")}
         said |= {name: sum(getattr(shard, name) for shard in shards) for name in ("samples", "bytes", "media_bytes")}
@@ -79,15 +80,14 @@ def pack(ctx: click.Context, plan: Path, out: Path, form: str, as_json: bool, **
     def show(_: Any) -> None:
         if report.facts is None:
             click.echo(f"{shown(out)}: {counted(report.packs, 'pack')} in the form {form}")
-        _show(said, len(shards))
+        _show(said, counts, len(shards))
         tell_missing(report, "packed", said["out"], given["slurm"])
 
     answer(said, as_json, show)
     ctx.exit(1 if report.set_aside else 0)
 
 
-def _show(said: dict[str, Any], count: int) -> None:
-    shards = said["shards"]
+def _show(said: dict[str, Any], shards: dict[str, int], count: int) -> None:
     if count:
         media = f", and {said['media_bytes']:,} bytes of media" if said["media_bytes"] else ""
         held = f"{counted(said['packs'], 'pack')} in {counted(count, 'shard')}, {said['bytes']:,} bytes{media}"

@@ -75,7 +75,9 @@ def lines(notes):
     return len(notes.read_text().splitlines()) if notes.exists() else 0
 
 
-def test_nodes_of_a_ray_cluster(one, tmp_path, monkeypatch):
+@pytest.fixture
+def cluster(monkeypatch):
+    """A Ray cluster on this machine whose head does no tasks; ``add`` gives it a node of one CPU."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -85,36 +87,57 @@ def test_nodes_of_a_ray_cluster(one, tmp_path, monkeypatch):
     for name, value in {"period_ms": 500, "timeout_ms": 5000, "failure_threshold": 3}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, ranks_environment()["PYTHONPATH"]]))
+    small = {"object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+    cluster.add = lambda: cluster.add_node(num_cpus=1, **small)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_nodes_of_a_ray_cluster(cluster, one, tmp_path, monkeypatch):
+    import ray
+
     for module in (measuring, packing):
         monkeypatch.setattr(module, "work_shared", module.work_shared)
     logged_work.log_work()
-    small = {"object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
     count = int(os.environ.get("ENERGON_PACKING_NODES", "4"))
     killed = max(1, round(0.3 * count))
-    try:
-        ray.init(cluster.address, log_to_driver=False)
-        for name, (shards, command) in commands(
-            one, tmp_path, executor="ray", address=cluster.address, workers=None
-        ).items():
-            nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(count - len(cluster.worker_nodes))]
-            notes = tmp_path / f"{name}.txt"
-            monkeypatch.setenv("NOTES", str(notes))
-            reports = []
-            meanwhile = threading.Thread(target=lambda command=command, reports=reports: reports.append(command()))
-            meanwhile.start()
-            for number in range(killed):
-                while meanwhile.is_alive() and lines(notes) < shards * (number + 1) // (killed + 2):
-                    time.sleep(0.02)
-                assert meanwhile.is_alive()
-                cluster.remove_node(nodes[number], allow_graceful=False)
-            meanwhile.join()
-            assert reports[0].missing == 0
-            assert reports[0].set_aside == ()
-            check(notes, shards, one, tmp_path / name, name)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    ray.init(cluster.address, log_to_driver=False)
+    for name, (shards, command) in commands(
+        one, tmp_path, executor="ray", address=cluster.address, workers=None
+    ).items():
+        nodes = [cluster.add() for _ in range(count - len(cluster.worker_nodes))]
+        notes = tmp_path / f"{name}.txt"
+        monkeypatch.setenv("NOTES", str(notes))
+        reports = []
+        meanwhile = threading.Thread(target=lambda command=command, reports=reports: reports.append(command()))
+        meanwhile.start()
+        for number in range(killed):
+            while meanwhile.is_alive() and lines(notes) < shards * (number + 1) // (killed + 2):
+                time.sleep(0.02)
+            assert meanwhile.is_alive()
+            cluster.remove_node(nodes[number], allow_graceful=False)
+        meanwhile.join()
+        assert reports[0].missing == 0
+        assert reports[0].set_aside == ()
+        check(notes, shards, one, tmp_path / name, name)
+
+
+def test_the_calling_process_on_a_ray_cluster(cluster, one, tmp_path):
+    folder, _ = one
+    cluster.add(), cluster.add()
+    notes, out = tmp_path / "index.txt", tmp_path / "index"
+    words = ["measure", str(folder / "data"), f"--config={folder}/run.yaml", f"--out={out}", "--executor=ray"]
+    command = [quick_python(), f"{HERE}/logged_work.py", *words, f"--address={cluster.address}"]
+    environment = ranks_environment(NOTES=str(notes), PYTHONPATH=os.environ["PYTHONPATH"])
+    with subprocess.Popen(command, env=environment) as first:
+        while first.poll() is None and lines(notes) < SAMPLES // 3:
+            time.sleep(0.02)
+        first.kill()
+    assert first.returncode == -signal.SIGKILL
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    check(notes, SAMPLES, one, out, "index")
 
 
 def test_processes_that_slurm_starts(one, tmp_path, monkeypatch):

@@ -99,8 +99,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/shared_work.py",
-                "results[rank::world_size] = map(there, tasks[rank::world_size])",
-                "results = [*map(there, tasks)]",
+                "    for task in share:\n        results",
+                "    for task in tasks:\n        results",
             ),
         ),
     ),
@@ -659,7 +659,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="the paths that plan.datasets names are part of a plan's id",
         test=MOVED,
         oracle="the id of the first plan",
-        edits=(("offline/planner.py", "if resolved and not planned", "if False and planned"),),
+        edits=(("offline/planner.py", "    if resolved:  #", "    if False:  #"),),
     ),
     Mutation(
         trap=214,

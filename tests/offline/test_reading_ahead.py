@@ -275,6 +275,7 @@ def test_an_object_that_is_another_is_named_once_when_its_pack_is_asked_for(
                 made = []
                 with pytest.raises(UserError) as told:
                     made += iter(opened(run_of, place / directory, storage_patience=1.0))
+                assert not isinstance(told.value, errors.StoreAway)
                 said.append(str(told.value))
     finally:
         (tmp_path / file).write_bytes(before)

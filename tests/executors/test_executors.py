@@ -119,6 +119,15 @@ def test_a_slow_task_is_done_by_a_second_worker_and_the_first_result_counts(exec
     assert attempts(tmp_path) == {n: 1 if n else 2 for n in (0, *range(10, 41))}
 
 
+def test_a_task_that_is_taken_back_has_had_no_death(tmp_path):
+    account = working.Attempts([(1, "")], ApartSquares(tmp_path))
+    for _ in range(5):
+        account.give_back(account.take())
+    assert [account.died(account.take(), "ended") for _ in range(2)] == [None, None]
+    assert isinstance(account.died(account.take(), "ended"), GivenUp)
+    assert (account.take(), account.running) == (None, set())
+
+
 def test_one_task_in_twenty_at_most_is_done_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(working, "SLOW_SECONDS", 0.1)
     tasks = [(number, "waits" if number < 3 else "") for number in range(30)]

@@ -3,10 +3,9 @@
 from mutation_table import Mutation
 
 EXECUTORS = "tests/executors/test_executors.py::"
-NODES = "tests/executors/test_ray_nodes.py::"
 ASIDE = "tests/offline/test_shards_set_aside.py::"
 HOLE = ASIDE + "test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name[polylithic]"
-WORK, RAY = "executors/work.py", "executors/on_ray.py"
+WORK = "executors/work.py"
 
 CLUSTER_TRAPS = {
     266: "a node that vanishes is taken for a shard that kills its workers, or the other way round",
@@ -19,17 +18,12 @@ CLUSTER_TRAPS = {
 CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=266,
-        name="a lost node counts as a death at each of its tasks",
-        test=NODES + "test_a_node_that_vanishes_costs_its_tasks_but_no_death_and_one_that_joins_works",
-        oracle="a node of `ray.cluster_utils` that is killed",
-        edits=((RAY, 'if asked == "life" and lost is not None and not isinstance(lost, crashes):', "if False:"),),
-    ),
-    Mutation(
-        trap=266,
-        name="no death counts on a cluster",
-        test=EXECUTORS + "test_a_task_at_which_three_workers_died_is_given_up_by_name[ray]",
-        oracle="the notes that each attempt leaves",
-        edits=((RAY, "(given_up := attempts.died(attempt, how))", "(given_up := attempts.give_back(attempt))"),),
+        name="a task whose node is lost has had a death",
+        test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death",
+        oracle="the definition; nodes of `ray.cluster_utils` that are killed, in `test_ray_nodes.py`",
+        edits=(
+            (WORK, "        attempt.workers -= 1\n", "        attempt.workers -= 1\n        attempt.deaths += 1\n"),
+        ),
     ),
     Mutation(
         trap=267,

@@ -106,7 +106,7 @@ def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> pq.P
     its columns that are asked for, in one piece. Raises OSError, pa.ArrowException: missing, unreadable, or no such
     file."""
     if (address := remote_address(path)) is None:
-        os.stat(path)  # whose error names the file, as pyarrow's does not
+        path.stat()  # whose error names the file, as pyarrow's does not
         return pq.ParquetFile(path, **options)
     return pq.ParquetFile(pa.PythonFile(RemoteReader(address, size), "r"), pre_buffer=True, **options)
 

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from forking_python import quick_python
@@ -67,9 +68,9 @@ def test_a_storage_that_pauses_changes_no_pack_and_one_that_stays_away_is_a_sent
     ("kind", "place"),
     [
         ("plan", (Path, "stat")),
-        ("plan", (Path, "open")),
+        ("plan", (pq, "ParquetFile")),
         ("packs", (Path, "stat")),
-        ("packs", (Path, "read_bytes")),
+        ("packs", (Path, "open")),
     ],
 )
 def test_what_is_away_when_it_is_opened_is_waited_for(dataset, run_of, tmp_path, monkeypatch, capfd, kind, place):

@@ -83,11 +83,15 @@ def beside(address, name):
     return Path(os.path.dirname(address)) / name
 
 
-def made(run, data, out):
-    measure(MeasureConfig(paths=(data,), out=out / "index", workers=0), run)
+def made(run, data, out, workers=0):
+    measure(MeasureConfig(paths=(data,), out=out / "index", workers=workers), run)
     make_plan([out / "index"], run, out / "plan.parquet", force=True)
-    for name, how in {"named": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}.items():
-        pack(PackConfig(plan=out / "plan.parquet", out=out / name, workers=0, shard_packs=2, **how))
+    for name, how in {
+        "named": {},
+        "copied": {"media": "copy", "workers": workers},
+        "pixels": {"store": "pixels"},
+    }.items():
+        pack(PackConfig(**({"plan": out / "plan.parquet", "out": out / name, "workers": 0, "shard_packs": 2} | how)))
     return contents(out)
 
 
@@ -104,7 +108,7 @@ def test_every_file_and_pack_is_the_same_from_and_to_a_store_that_fails(served, 
     expected = loaded(run, here / "plain/plan.parquet")
     with failing(store):
         found = {
-            (at, to): made(run, Path(data), out / f"of-{at}")
+            (at, to): made(run, Path(data), out / f"of-{at}", workers=2)
             for at, data in {"here": dataset, "there": address}.items()
             for to, out in {"here": here, "there": there}.items()
         }

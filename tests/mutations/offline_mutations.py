@@ -99,8 +99,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/shared_work.py",
-                "results[rank::world_size] = map(there, tasks[rank::world_size])",
-                "results = [*map(there, tasks)]",
+                "    for task in share:\n        results[task.number] = there(task)\n",
+                "    results = [*map(there, tasks)]\n",
             ),
         ),
     ),

@@ -96,7 +96,7 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
                 intervals = tuple(zip(low, high, strict=True))
                 bands.append([replace(part, intervals=intervals, band=(at,), ends=at == number - 1)])
             held = float(BAND)
-        elif held + count <= BAND:
+        elif bands and held + count <= BAND:
             bands[-1].append(part)
             held += count
         else:
@@ -105,15 +105,18 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
     return bands
 
 
-def rounds_of(counted: Counted, bands: Sequence[Sequence[Part]]) -> list[int]:
-    """How many rounds each permutation of a data set goes through its shards in."""
-    often = np.sum([np.diff(np.array(part.intervals))[:, 0] for parts in bands for part in parts], axis=0)
-    read = counted.datasets[:, 0] * often
+def rounds_of(counted: Counted, parts: Sequence[Part]) -> list[int]:
+    """How many rounds each permutation of a data set goes through its shards in. That follows from the first of the
+    parts that has some of it, so that a plan of more epochs or stages begins with the same packs."""
+    lengths = np.array([[last - first for first, last in part.intervals] for part in parts])
+    read = counted.datasets[:, 0] * lengths
     rounds = []
-    for dataset, share in enumerate(read / max(read.sum(), 1)):
+    for dataset, at in enumerate((lengths > 0).argmax(axis=0).tolist()):
         rows, _, tokens = counted.shards[counted.sources.dataset == dataset].T
         rows, tokens = rows[rows > 0], tokens[rows > 0]
-        wanted, apart = 1, len(bands) / often[dataset] if often[dataset] else 0.0  # bands from permutation to next
+        often, held = float(lengths[at, dataset]), float(read[at].sum())
+        share = float(read[at, dataset]) / max(held, 1)
+        wanted, apart = 1, held / BAND / often if often else 0.0  # bands from permutation to next
         if rows.size and apart > 1:
             mean = tokens.sum() / rows.sum()
             spread = float(rows @ np.square(tokens / rows / mean - 1)) / rows.sum()

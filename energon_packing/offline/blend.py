@@ -11,7 +11,6 @@ what they lack comes first.
 
 import bisect
 import difflib
-import itertools
 import math
 import os.path
 from collections import defaultdict
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
+from energon_packing.config.run import LARGEST_EPOCHS, PlanConfig, PlannedDatasetConfig, group_name
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.plan import ROUNDING, Plan
@@ -172,7 +171,7 @@ class Kept:
     @property
     def share_left(self) -> float:
         """Share of the packs of the epoch that has begun which they do not have."""
-        first, stop = (0, *self.ends, *self.ends[-1:])[self.begun : self.begun + 2]
+        first, stop = (0, *self.ends, *self.ends[-1:], 0)[self.begun : self.begun + 2]
         return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
 
 
@@ -207,6 +206,8 @@ class Blend:
             lengths = (
                 of_weight * (np.array([each.tokens for each in config.stages]) / (of_weight @ held[:, 1]))[:, None]
             )
+            if (most := float(lengths.sum(axis=0).max())) > LARGEST_EPOCHS:
+                raise ConfigError(f"plan.stages: a data set would come {most:.4g} times; give the stages fewer tokens.")
         return cls(
             shares=tuple(shares),
             repeats=_repeats(shares, amounts.tolist()) if lengths is None else tuple(lengths.mean(axis=0).tolist()),
@@ -259,6 +260,15 @@ def amounts_of(samples: Samples, config: PlanConfig) -> np.ndarray:
     return samples.sizes.tokens if config.weights_by == "tokens" else firsts
 
 
+def shares_of_rows(samples: Samples, config: PlanConfig) -> np.ndarray:
+    """As `amounts_of`, but each piece counts as its share of the sample, ``[N]`` float64."""
+    if config.weights_by == "tokens":
+        return samples.sizes.tokens.astype(np.float64)
+    of, pieces = np.unique(samples.source, return_inverse=True, return_counts=True)[1:]
+    shares: np.ndarray = 1.0 / pieces[of]
+    return shares
+
+
 def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: float, high: float) -> np.ndarray:
     """Rows of some `samples` in the part ``[low, high)`` of one permutation of them."""
     firsts = np.flatnonzero(np.diff(samples.source, prepend=-1))  # the first row of each sample
@@ -289,7 +299,7 @@ class AllSamples:
             begun = int(times.max())  # permutations, which may lack samples
             random = np.random.default_rng([self.config.seed, dataset, begun, 6])
             left = random.permutation(np.repeat(np.arange(start, end), begun - times))
-            amount = self.samples.sizes.tokens[left] if self.config.weights_by == "tokens" else np.ones(left.size)
+            amount = shares_of_rows(self.samples, self.config)[left]
             after = np.cumsum(amount)
             places = given + (begun - given) * (after - amount / 2) / after[-1:]
             parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
@@ -318,12 +328,15 @@ def kept_packs(plan: Plan, first: int, drawn: "AllSamples", decided: Mapping[str
     of_plan = [[numbers.get(record, -1) for record in each.records] for each in facts.datasets]
     shards = np.array([[*each, *[-1] * (max(map(len, of_plan)) - len(each))] for each in of_plan])
     columns = ("pack", "dataset", "shard", "row", "piece", "length", "second")
-    groups = itertools.islice(plan.tables([*columns]), bisect.bisect_left(facts.row_groups, first))
+    if len(facts.epoch_ends) > facts.epochs:
+        raise UserError(f"{plan.path} begins with the rest of an online run; only a plan of whole epochs is extended.")
+    groups = plan.tables([*columns], 0, first)
     tables = [np.stack([table.column(name).to_numpy().astype(np.int64) for name in columns]) for table in groups]
     rows = np.concatenate([np.zeros((len(columns), 0), np.int64), *tables], axis=1)
     pack, dataset, shard, row, piece, *lengths = rows[:, : np.searchsorted(rows[0], first)]
     number = shards[dataset, shard]
-    order = np.searchsorted(samples.source, sources.starts[number] + row) + np.maximum(piece, 0)
+    places = [each.astype(np.int64) << 16 for each in (samples.source, sources.starts[number] + row)]  # and the piece
+    order = np.searchsorted(places[0] + samples.piece, places[1] + piece)
     held = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
     own = np.stack([each[np.minimum(order, len(samples) - 1)] for each in held])
     wrong = (number < 0) | (own != np.stack([sources.starts[number] + row, piece, *lengths])).any(axis=0)
@@ -337,8 +350,15 @@ def kept_packs(plan: Plan, first: int, drawn: "AllSamples", decided: Mapping[str
         )
     alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
     begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
-    times, amount = np.bincount(order, minlength=len(samples)), amounts_of(samples, drawn.config)
+    times, amount = np.bincount(order, minlength=len(samples)), shares_of_rows(samples, drawn.config)
     parts = [slice(*ends) for ends in pairwise([0, *drawn.ends])]
+    often = (
+        {each["name"]: each["per_epoch"] for each in facts.summary["datasets"]} if alike and not facts.stages else {}
+    )
+    for at, dataset in enumerate(sources.datasets):  # what no pack has of finished epochs is owed from now on only
+        own, gone = times[parts[at]], int(often.get(dataset.name, 0) * begun)
+        if own.any():
+            own[own == 0] = gone
     return Kept(
         plan=facts.id,
         order=order,

@@ -14,6 +14,7 @@ import torch.utils.data
 
 from energon_packing.config import PACK_LIMITS, RunConfig, TrainingConfig, to_mapping
 from energon_packing.config.setting import changing
+from energon_packing.conversation import PairCounts
 from energon_packing.energon.epoch_end import EpochReport
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
@@ -21,7 +22,7 @@ from energon_packing.energon.states import check_fingerprint, tell_of_accepted
 from energon_packing.energon.workers import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError, refuse
 from energon_packing.ledger import LedgerLock
-from energon_packing.offline.files import differing
+from energon_packing.offline.files import differing, read_as
 from energon_packing.offline.index import differing_lengths, pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PositionedPacks
@@ -74,6 +75,7 @@ class PlannedLoader(LoaderBase):
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
+        extends: tuple[str, int] | None = None,
         **base: Any,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, shares=packs.shares, **base)
@@ -88,6 +90,7 @@ class PlannedLoader(LoaderBase):
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
+        self._extends = extends
         self._position = 0  # of the first pack of the next step, over all ranks
         self._pinned = torch.cuda.is_available()
 
@@ -169,10 +172,18 @@ class PlannedLoader(LoaderBase):
                 "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
                 "start the data over."
             )
-        differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
-        position = state.get("position")
+        position, saved = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        if self._extends and isinstance(saved, Mapping) and saved.get("plan") == self._extends[0]:
+            if position > self._extends[1]:
+                raise ConfigError(
+                    f"The saved loader state is at pack {position} of a plan of which data.path keeps only the packs "
+                    f"before {self._extends[1]}; make the plan once more with --from {position}, or restore a state of "
+                    "before."
+                )
+            saved = {**saved, "plan": self._fingerprint.get("plan")}
+        differs = check_fingerprint(saved, self._fingerprint, self._accept_changed)
         if position > len(self._packs) and state.get("order") not in (OLDER, ORDER):
             older = (
                 f"at position {position}, after the last of {len(self._packs)} packs, where the version that saved it "
@@ -237,10 +248,11 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
+    alike = ", with the same --extend and --from" if "extends" in facts.decided else ""
     if facts.stages:
         return (
-            f"{plan.path} ends after {facts.packs} packs, with the last of its stages; plan again, with one more in "
-            'plan.stages. A state goes on with it and data.accept_changed=["plan"]: it begins with these packs.'
+            f"{plan.path} ends after {facts.packs} packs, with the last of its stages; plan again{alike}, with one "
+            'more in plan.stages. A state goes on with it and data.accept_changed=["plan"]: it begins with these packs.'
         )
     if packs is None:
         rarest = min(each["per_epoch"] for each in facts.summary["datasets"] if each["per_epoch"])
@@ -252,8 +264,8 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
         way = 'A state goes on with it and data.accept_changed=["plan"]: it begins with the packs of this one.'
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
-        f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
-        f"{wanted}. {way}"
+        f"the same samples once more, and never the others. Plan more epochs{alike}: plan.epochs is {facts.epochs}; "
+        f"set it to {wanted}. {way}"
     )
 
 
@@ -311,6 +323,7 @@ def loader_of(
         workers=config.data.workers if workers is None else workers,
         repeat=config.data.repeat,
         unfinished=too_short(plan),
+        extends=plan.facts.decided.get("extends"),
         evaluation=evaluation,
         pipeline=None if evaluation is not None else _pipeline(plan, config, reading.get("world_size", 1)),
         keep_memory=config.data.keep_memory,
@@ -363,7 +376,9 @@ def check_plan(
             "plan of that split or a data set, or have the run ask for its split if these samples are meant."
         )
     if isinstance(config, RunConfig):
-        pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
+        known = plan.facts.summary.get("pair_counts")  # plans of before do not sum them up
+        counts = pair_counts(plan.facts.datasets) if known is None else read_as(PairCounts, known)
+        counts.check(plan.path, config.packing.pairs)
     own_lengths = measuring_fingerprint(encoder, config)
     for name, before, own in differing_lengths(plan.facts.fingerprint, own_lengths, config):
         if name not in free:

@@ -236,8 +236,8 @@ class PlannedSource:
     def __init__(self, dataset: IndexedDataset, files: TarFiles) -> None:
         self._dataset, self._files = dataset, files
         self._root, self._media_root = Path(dataset.root), Path(dataset.media_root)
-        shards = tuple(shard.name for shard in dataset.shards)
-        self._part = SourcePart(shards=shards, **{name: getattr(dataset, name) for name in OF_PART})
+        # Of a large plan all shards are not read by each worker, and cooking a sample needs none of their names.
+        self._part = SourcePart(shards=(), **{name: getattr(dataset, name) for name in OF_PART})
         self._compared: set[int] = set()
         self._media_compared: set[int] = set()
         self._media_index: ShardIndex | None = None

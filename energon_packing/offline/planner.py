@@ -62,7 +62,7 @@ from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_remote, exists, file_size, remote_address, remove, shown
+from energon_packing.remote_files import check_remote, exists, file_size, listed, remote_address, remove, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -286,8 +286,9 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 
 def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
     """Of each data set, its ``samples``, ``tokens`` of those that can be packed, samples ``dropped`` by reason, how
-    often an epoch has each (``per_epoch``), and its ``share_asked`` in the unit of weights, None without weights."""
-    weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
+    often an epoch has each (``per_epoch``), its ``share_asked`` in the unit of weights, None without weights, and after
+    the packs of another plan how often all of them have each (``turns``)."""
+    weights, parts = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares], blend.parts()
     return [
         {
             **{name: getattr(dataset, name) for name in ("name", "path", "root")},
@@ -296,6 +297,7 @@ def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
             "dropped": dict(counted.dropped[number]),
             "per_epoch": round(blend.repeats[number], 12),
             "share_asked": round(weights[number] / sum(weights), 6) if any(weights) else None,
+            **({"turns": round(parts[-1].intervals[number][1], 12)} if blend.kept is not None and parts else {}),
         }
         for number, (dataset, (_, _, tokens)) in enumerate(zip(counted.sources.datasets, counted.datasets, strict=True))
     ]
@@ -358,6 +360,7 @@ def summary_of(
     reached = sum(figures["reached", number] for number in range(len(told)))
     return {
         "source_samples": counted.samples,
+        "pair_counts": asdict(pair_counts(counted.sources.datasets)),
         "rows": figures["rows"],
         "tokens": figures["tokens"],
         **({"text_tokens": figures["text_tokens"]} if "text_tokens" in kind_of_config(config).more_columns else {}),
@@ -499,8 +502,7 @@ def make_plan(
                 most = f"; the most frequent reason is {_most(counted.drops)}" if counted.drops else ""
                 raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
             blend = Blend.of(sources.datasets, counted.datasets[:, 1:], config.plan)
-            told = told_datasets(counted, blend)
-            _check_drops(told, counted, blend.shares, config.packing.drop_budget)
+            _check_drops(told_datasets(counted, blend), counted, blend.shares, config.packing.drop_budget)
             if left is not None:
                 blend = replace(blend, rest=rows_left(left, sources, samples))
             ends = tuple(sources.ends_of(samples))
@@ -510,21 +512,24 @@ def make_plan(
                 kept = kept_packs(Plan.open(extend), first, drawn, decided)
                 blend, drawn = replace(blend, kept=kept), replace(drawn, kept=kept)
                 decided["extends"] = [kept.plan, first]
-            bands = bands_of(blend.parts(), counted.datasets[:, 0])
-            made = _Made(out, counted, told, limits, decided)
+            if not (parts := blend.parts()):
+                raise UserError(f"the {first} packs before --from have all epochs or stages of this plan; add some.")
+            bands = bands_of(parts, counted.datasets[:, 0])
+            made = _Made(out, counted, told_datasets(counted, blend), limits, decided)
             if at_once or (len(counted.again), len(bands)) == (1, 1):
-                packs = ordered_packs(blend, blend.parts(), drawn, limits, config)
+                packs = ordered_packs(blend, parts, drawn, limits, config)
                 facts, content = made.file(packs, drawn)
             else:
-                del samples, drawn
-                again, rounds = joined(*counted.again), rounds_of(counted, bands)
-                before = NOTHING
-                made.clear()
-                for parts in bands:
-                    band = Band(parts, blend, counted, again, rounds, limits, _CONTENT.names)
-                    packs = ordered_packs(blend, parts, band, limits, config, before)
+                # How samples are drawn does not depend on how many epochs or stages follow.
+                before, again, several = NOTHING, joined(*counted.again), len(counted.again) > 1
+                rounds = rounds_of(counted, parts)
+                if several:
+                    del samples, drawn
+                for band in bands:
+                    own = Band(band, blend, counted, again, rounds, limits, _CONTENT.names) if several else drawn
+                    packs = ordered_packs(blend, band, own, limits, config, before)
                     before = packs.unfinished
-                    made.band(packs, band)
+                    made.band(packs, own)
                 facts, content = made.finish()
             dropped.head = facts.id, content
     except OSError as error:
@@ -603,7 +608,7 @@ class _Made:
         self._add(packs)
         facts = self._facts(packs.held, packs.row_groups)
         digest = plan_file.digest_of(facts.to_json())
-        if exists(self._out / plan_file.MANIFEST) or self._out.is_dir():
+        if exists(self._out / plan_file.MANIFEST) or self._out.is_dir() or remote_address(self._out):
             self.clear()
             shutil.rmtree(self._out, ignore_errors=True)
         tables = hashed(_tables(self._counted.sources, packs, drawn, self._schema, 0), digest)
@@ -613,7 +618,8 @@ class _Made:
     def clear(self) -> None:
         """Makes an empty directory of the plan's place."""
         if (address := remote_address(self._out)) is not None:
-            for place in (address, f"{address}/{plan_file.MANIFEST}"):
+            names = [name for name, _ in listed(address) if _OURS.fullmatch(name)]  # the manifest is before the parts
+            for place in (*sorted(f"{address}/{name}" for name in names), *([address] if exists(self._out) else [])):
                 remove(place)
             return
         if self._out.is_file():
@@ -622,11 +628,13 @@ class _Made:
         for file in sorted(self._out.iterdir()):  # the manifest is before the parts
             file.unlink()
 
-    def band(self, packs: OrderedPacks, drawn: Band) -> None:
+    def band(self, packs: OrderedPacks, drawn: AllSamples | Band) -> None:
         """Writes the packs of a band, if it has any."""
         first = self._add(packs)
         if not packs.costs.size:
             return
+        if not self._parts:
+            self.clear()
         path, held = plan_file.part_path(self._out, len(self._parts)), rows_digest(packs.held)
         content = hashlib.sha256(held.encode())
         said = {"format": plan_file.FORMAT, "digest": held, "row_groups": [first + each for each in packs.row_groups]}
@@ -638,7 +646,10 @@ class _Made:
     def finish(self) -> tuple[PlanFacts, str]:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
         facts = self._facts([digest_bytes(part.digest) for part in self._parts])
-        plan_file.write_sources(self._out, facts)
+        there = [file_size(plan_file.part_path(self._out, at)) for at in range(len(self._parts))]
+        if there != [part.bytes for part in self._parts]:
+            raise UserError(f"{shown(self._out)} was written by another command meanwhile; plan again.")
+        facts = replace(facts, sources=plan_file.write_sources(self._out, facts))
         write_json(self._out / plan_file.MANIFEST, facts.to_json())
         return facts, plan_file.digest_of(facts.to_json()).hexdigest()
 

@@ -39,6 +39,7 @@ from energon_packing.offline.plan import (
     part_path,
     read_drops,
     read_facts,
+    sources_digest,
 )
 from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
@@ -233,6 +234,8 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
         held += own if part is None else [digest_bytes(part.digest)]
     if facts.id not in (plan_id(known, facts.datasets, held, resolved=each) for each in (False, True)):
         raise UserError(f"{shown(plan.path)} does not hold what its id {facts.id} stands for; make the plan again.")
+    if facts.parts and sources_digest(plan.sources()) != facts.sources:
+        raise UserError(f"{shown(plan.path)} has other shards than were written; make the plan again.")
     if drops:
         _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())
 

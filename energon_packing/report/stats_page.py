@@ -111,7 +111,7 @@ def own_sentence(report: Mapping[str, Any]) -> str:
 
 def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
     """The packs of a plan, and what its budget counts."""
-    epochs = f"{plan['epochs']:,} epoch" + "s" * (plan["epochs"] > 1)
+    epochs = f"{plan['epochs']:,} {'stage' if plan['stages'] else 'epoch'}" + "s" * (plan["epochs"] > 1)
     batch = f"{plan['global_batch_size']:,} pack" + "s" * (plan["global_batch_size"] > 1)
     return (
         f"{epochs}: {plan['rows']:,} samples or pieces in {plan['packs']:,} packs of {plan['seq_length']:,} tokens, "

@@ -100,15 +100,28 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
         yield True  # closing the file gives the lock back
 
 
-def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> pq.ParquetFile:
+class ParquetFile(pq.ParquetFile):
+    """An open Parquet file of ours, or of anybody."""
+
+    @property
+    def described(self) -> dict[str, Any] | None:
+        """Our metadata; None if they are damaged or the file is not ours."""
+        try:
+            value = json.loads((self.schema_arrow.metadata or {})[METADATA])
+        except (KeyError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+
+def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> ParquetFile:
     """Opens a Parquet file with pyarrow's `options`. Of one in a store, the end is read (`TAIL_BYTES`, and a footer
     that is larger), after the `size` was asked for if the caller does not know it; then each row group, or those of
     its columns that are asked for, in one piece. Raises OSError, pa.ArrowException: missing, unreadable, or no such
     file."""
     if (address := remote_address(path)) is None:
         os.stat(path)  # whose error names the file, as pyarrow's does not
-        return pq.ParquetFile(path, **options)
-    return pq.ParquetFile(pa.PythonFile(RemoteReader(address, size), "r"), pre_buffer=True, **options)
+        return ParquetFile(path, **options)
+    return ParquetFile(pa.PythonFile(RemoteReader(address, size), "r"), pre_buffer=True, **options)
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any]) -> None:
@@ -161,18 +174,9 @@ def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
     try:
         with read_again(shown(path), lambda: parquet_file(path)) as file:
-            return metadata_of(file)
+            return file.described
     except (OSError, ValueError, pa.ArrowException):
         return None
-
-
-def metadata_of(file: pq.ParquetFile) -> dict[str, Any] | None:
-    """The same of an open file."""
-    try:
-        value = json.loads((file.schema_arrow.metadata or {})[METADATA])
-    except (KeyError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 MOST = 1 << 62  # of any number in a JSON file

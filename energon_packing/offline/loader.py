@@ -279,17 +279,11 @@ def loader_of(
     loader: type[PlannedLoader] = PlannedLoader,
     **reading: Any,
 ) -> PlannedLoader:
-    """The loader of the packs of a plan; its states fit every other loader of this plan. Raises ConfigError: as
-    `check_plan`.
-
-    Args:
-        packs_of: the packs for an encoder and a rank, whatever they are read from.
-        config: of the run; encoder and row must be those of the plan.
-        free, split: as for `check_plan`.
-        rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
-            ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
-        evaluation: as for `PlannedLoader`.
-    """
+    """The loader of the packs of a plan; its states fit every other loader of this plan. Encoder and row of `config`
+    must be those of the plan. `packs_of` are the packs for an encoder and a rank, whatever they are read from; `free`
+    and `split` as for `check_plan`, `evaluation` as for `PlannedLoader`; the others, and ``world_size``, ``prefetch``
+    and ``agree`` in `reading`, as for `energon_packing.energon.loader.build_loader`. Raises ConfigError: as
+    `check_plan`."""
     kind = kind_of_config(config)
     if plan.facts.kind != kind.name:
         raise ConfigError(

@@ -66,22 +66,14 @@ def shard_firsts(plan: Plan, config: "PackConfig") -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(SharedConfig):
-    """What to pack, and where to.
-
-    Attributes:
-        out: the directory; made, or continued.
-        format: a name in `PACK_FORMATS`.
-        store: ``tokens``, or ``pixels`` with rendered media.
-        media: whether media that are rendered later stay where they are, or are copied into ``out``.
-        shard_packs: packs of a shard at most.
-    """
+    """What to pack, and where to."""
 
     plan: Path
-    out: Path
-    format: str = "shards"
-    store: Store = "tokens"
-    media: Media = "reference"
-    shard_packs: int = SHARD_PACKS
+    out: Path  # the directory; made, or continued
+    format: str = "shards"  # a name in `PACK_FORMATS`
+    store: Store = "tokens"  # or ``pixels`` with rendered media
+    media: Media = "reference"  # where media stay that are rendered later, or a ``copy`` in ``out``
+    shard_packs: int = SHARD_PACKS  # packs of a shard at most
 
     def __post_init__(self) -> None:
         check_remote("PLAN", self.plan)
@@ -95,13 +87,9 @@ class PackConfig(SharedConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackReport:
-    """What `pack` did.
-
-    Attributes:
-        facts: the manifest, without shards if some of other ranks are still missing; None for a format that has none.
-        packed, reused, missing, set_aside: shards, as in `MeasureReport`. Commands that run at once each count what was
-            missing when they began.
-    """
+    """What `pack` did: the manifest, without shards if some of other ranks are still missing, None for a format that
+    has none; and shards as in `MeasureReport`. Commands that run at once each count what was missing when they
+    began."""
 
     facts: PackedFacts | None
     packs: int
@@ -122,18 +110,10 @@ class PackTask:
 
 
 class PackFormat(ABC):
-    """Writes packs in one form: a `energon_packing.executors.work.Work` of `PackTask`.
-
-    Attributes:
-        plan, run, config: as given; paths are absolute, because workers may have another current directory.
-        encoder: see `SampleKind.packing_encoder`.
-        firsts: first pack of each shard.
-        facts: the manifest, if the form has one.
-
-    Raises:
-        ConfigError: the encoder is not that of the plan.
-        UserError: the form cannot hold these packs.
-    """
+    """Writes packs in one form: a `energon_packing.executors.work.Work` of `PackTask`. Paths in `plan` and `config` are
+    absolute, because workers may have another current directory. `encoder` is `SampleKind.packing_encoder`, `firsts`
+    the first pack of each shard, and `facts` the manifest, if the form has one. Raises ConfigError: the encoder is not
+    that of the plan; UserError: the form cannot hold these packs."""
 
     facts: PackedFacts | None = None
 
@@ -163,7 +143,6 @@ class PackFormat(ABC):
         remove_leftovers(self.config.out)
 
     def name(self, task: PackTask) -> str:
-        """Returns what a task does, for messages."""
         return f"packing {shown(self.path(task.number))}"
 
     def again(self, task: PackTask) -> PackTask:

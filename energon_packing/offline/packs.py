@@ -24,15 +24,7 @@ from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import (
-    OF_PART,
-    Index,
-    IndexedDataset,
-    MediaFile,
-    has_state,
-    media_state,
-    shard_status,
-)
+from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, is_same, media_state, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
@@ -225,7 +217,7 @@ def check_media(dataset: IndexedDataset, media: Iterable[MediaFile], compared: s
                 now, _ = files.remote.looked(path, media_state)
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
-            if not has_state(now, before):
+            if not is_same(now, before):
                 raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
         compared.add(number)
 

@@ -38,27 +38,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import (
-    METADATA,
-    Amount,
-    Count,
-    Name,
-    metadata_of,
-    parquet_file,
-    read_as,
-    read_metadata,
-    replacing,
-    write_table,
-)
-from energon_packing.offline.index import (
-    MEDIA,
-    SHARD_COUNTS,
-    IndexedDataset,
-    IndexedShard,
-    MediaFile,
-    kind_of,
-    schema_of,
-)
+from energon_packing.offline.files import METADATA, Amount, Count, Name, parquet_file, read_as, read_metadata, replacing
+from energon_packing.offline.index import COUNTS, MEDIA, IndexedDataset, IndexedShard, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
@@ -137,6 +118,18 @@ class PlannedPack:
 
     number: int
     samples: tuple[PlannedSample, ...]
+
+    def differences(self, stored: Any) -> Iterator[str]:
+        """How a stored pack differs from its rows in the plan."""
+        names, expected = ([each.key for each in stored.samples], [each.name for each in self.samples])
+        if names != expected:
+            at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
+            count = f"it has {len(names)} samples, the plan {len(expected)}"
+            yield count if at is None else f"its sample {at} is {names[at]}, in the plan it is {expected[at]}"
+            return
+        for at, own in zip(stored.order, stored.sizes(), strict=True):
+            if own != self.samples[at].sizes:
+                yield f"sample {names[at]} has {own} tokens, in the plan it has {self.samples[at].sizes}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,27 +262,18 @@ class PlanFacts:
 
 
 OF_SHARDS = ("shards", "media_shards", "media_states")
-SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in SHARD_COUNTS), ("identity", pa.string())])
+SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in COUNTS), ("identity", pa.string())])
 """Columns of the shards of a plan in bands: of each data set its shards, names of its media shards, their states."""
 MANIFEST, SOURCES_FILE = "_plan.json", "_sources.parquet"
 
 
-def write_sources(path: Path, facts: PlanFacts) -> None:
-    """Writes the shards of all data sets of a plan. Raises OSError."""
-    rows: list[dict[str, Any]] = []
-    for each in facts.datasets:
-        rows += [asdict(shard) | {"identity": json.dumps(dict(shard.identity))} for shard in each.shards]
-        rows += [{"name": name} for name in (*each.media_shards, *each.media_states)]
-    write_table(path / SOURCES_FILE, SOURCES, [pa.Table.from_pylist(rows, SOURCES)], {"id": facts.id})
-
-
 @functools.lru_cache(maxsize=2)
 def _sources(path: Path, identifier: str, rows: int) -> pa.Table:
-    """What `write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
+    """What `planner.write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
     file = path / SOURCES_FILE
     try:
         with read_again(file, lambda: parquet_file(file, page_checksum_verification=True)) as opened:
-            known, table = metadata_of(opened), opened.read(use_threads=False).cast(SOURCES)
+            known, table = opened.described, opened.read(use_threads=False).cast(SOURCES)
         if known is None or known.get("id") != identifier or len(table) != rows:
             raise ValueError("it is of another plan")
     except (OSError, ValueError, pa.ArrowException) as error:

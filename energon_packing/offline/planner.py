@@ -33,11 +33,8 @@ from energon_packing.offline.blend import (
     Blend,
     Drawn,
     Part,
-    Share,
-    amounts_of,
     gathered,
     group_numbers,
-    kept_packs,
     shares_of,
     stage_weights,
 )
@@ -45,16 +42,7 @@ from energon_packing.offline.files import remove_leftovers, said, write_json, wr
 from energon_packing.offline.index import MEDIA, IndexedDataset, kind_of, pair_counts
 from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import Plan, PlanFacts, PlanPart, drops_path, hashed, step_samples, written_drops
-from energon_packing.offline.samples import (
-    AnyLimits,
-    Remeasure,
-    Samples,
-    Sizes,
-    Sources,
-    costs,
-    fitting_samples,
-    joined,
-)
+from energon_packing.offline.samples import AnyLimits, Remeasure, Samples, Sizes, Sources, fitting_samples, joined
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.dynamic_context import Domain, best_size, efficiency_of_fixed, smallest_size
@@ -79,7 +67,7 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun, numbers: np.ndarra
     they are given; and how many packs no packer can do without."""
     policy, window, seed = policy_of(config.packing), config.packing.window, config.plan.seed
     units = limits.length_units(sizes)  # of alignment
-    constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
+    constraints = Constraints(costs=sizes.costs(limits), limits=limits.limited)
     parts, padding = dealt(numbers), limits.padding([sizes])
     if len(parts) > 1:
         made = [packs_of(sizes.take(part), limits, config, numbers[part])[0] for part in parts]
@@ -307,7 +295,7 @@ def figures_of(
     """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its
     number; ``mix``, its tokens, by the number of the epoch or stage too."""
     samples, sizes = packs.samples, packs.samples.sizes
-    times, amount = np.bincount(packs.order, minlength=len(samples)), amounts_of(samples, config.plan)
+    times, amount = np.bincount(packs.order, minlength=len(samples)), samples.amounts(config.plan.weights_by)
     text = sizes.text_tokens  # clips have it, which all are media
     counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
     counted["reached"] = times * amount
@@ -500,14 +488,14 @@ def make_plan(
                 raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
             blend = Blend.of(sources.datasets, counted.datasets[:, 1:], config.plan)
             told = told_datasets(counted, blend)
-            _check_drops(told, counted, blend.shares, config.packing.drop_budget)
+            _check_drops(told, counted, blend, config.packing.drop_budget)
             if left is not None:
                 blend = replace(blend, rest=rows_left(left, sources, samples))
             ends = tuple(sources.ends_of(samples))
             drawn = AllSamples(samples=samples, ends=ends, config=config.plan, sources=sources)
             decided = _decided(counted, limits, left)
             if extend is not None:
-                kept = kept_packs(Plan.open(extend), first, drawn, decided)
+                kept = drawn.kept_packs(Plan.open(extend), first, decided)
                 blend, drawn = replace(blend, kept=kept), replace(drawn, kept=kept)
                 decided["extends"] = [kept.plan, first]
             bands = bands_of(blend.parts(), counted.datasets[:, 0])
@@ -638,9 +626,19 @@ class _Made:
     def finish(self) -> tuple[PlanFacts, str]:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
         facts = self._facts([digest_bytes(part.digest) for part in self._parts])
-        plan_file.write_sources(self._out, facts)
+        write_sources(self._out, facts)
         write_json(self._out / plan_file.MANIFEST, facts.to_json())
         return facts, plan_file.digest_of(facts.to_json()).hexdigest()
+
+
+def write_sources(path: Path, facts: PlanFacts) -> None:
+    """Writes the shards of all data sets of a plan in bands. Raises OSError."""
+    rows: list[dict[str, Any]] = []
+    for each in facts.datasets:
+        rows += [asdict(shard) | {"identity": json.dumps(dict(shard.identity))} for shard in each.shards]
+        rows += [{"name": name} for name in (*each.media_shards, *each.media_states)]
+    table = pa.Table.from_pylist(rows, plan_file.SOURCES)
+    write_table(path / plan_file.SOURCES_FILE, table.schema, [table], {"id": facts.id})
 
 
 def rows_digest(held: Sequence[np.ndarray]) -> str:
@@ -686,10 +684,10 @@ def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None
             )
 
 
-def _check_drops(told: Sequence[Mapping[str, Any]], counted: Counted, shares: Sequence[Share], budget: float) -> None:
+def _check_drops(told: Sequence[Mapping[str, Any]], counted: Counted, blend: Blend, budget: float) -> None:
     """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
     lost, read, reasons = 0.0, 0.0, Counter[str]()
-    for each, share in zip(told, shares, strict=True):
+    for each, share in zip(told, blend.shares, strict=True):
         asked = f"epochs {share.epochs:g}" if share.weight is None else f"weight {share.weight:g}"
         if not each["tokens"] and share.epochs and asked not in ("epochs 1", "weight 0"):
             raise UserError(

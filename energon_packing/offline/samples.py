@@ -66,16 +66,15 @@ class Sizes:
         rest = {each.name: int(of[index]) for each in fields(self)[2:] if (of := getattr(self, each.name)) is not None}
         return Size(segment_lengths=(length, second) if second else (length,), **rest)
 
-
-def costs(limits: AnyLimits, sizes: Sizes) -> dict[str, np.ndarray]:
-    """For each limited name, what each sample costs, ``[N]`` int64."""
-    return {name: cost.astype(np.int64) for name, (cost,) in limits.costs([sizes]).items()}
+    def costs(self, limits: AnyLimits) -> dict[str, np.ndarray]:
+        """For each limited name, what each sample costs, ``[N]`` int64."""
+        return {name: cost.astype(np.int64) for name, (cost,) in limits.costs([self]).items()}
 
 
 def holds(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
     """``[N]`` bool: which samples fit a pack by themselves."""
     fits: np.ndarray = ~limits.too_long(sizes)
-    for name, cost in costs(limits, sizes).items():
+    for name, cost in sizes.costs(limits).items():
         # The masked clip after a clip that is alone has text tokens too.
         alone = limits.masked_units(sizes) * limits.multiple if name == "text_tokens" else 0
         fits &= cost + alone <= limits.limited[name]
@@ -225,6 +224,11 @@ class Samples:
 
     def __len__(self) -> int:
         return int(self.source.size)
+
+    def amounts(self, weights_by: str) -> np.ndarray:
+        """What weights count of each row, ``[N]``: its tokens, or 1 of each sample, whose pieces count once."""
+        firsts: np.ndarray = np.diff(self.source, prepend=-1) != 0
+        return self.sizes.tokens if weights_by == "tokens" else firsts
 
     def take(self, indices: np.ndarray | slice) -> "Samples":
         """Some of the samples."""

@@ -27,16 +27,7 @@ from megatron.energon.cache import FileStore
 from energon_packing.convert.layout import INFO_FILE, MEDIA_AUX, META_DIRECTORY
 from energon_packing.errors import UserError, read_again
 from energon_packing.offline.index import DEFAULT_KIND
-from energon_packing.remote_files import (
-    PIECE_BYTES,
-    check_remote,
-    describe,
-    index_file,
-    metadata_text,
-    read_range,
-    remote_address,
-    shown,
-)
+from energon_packing.remote_files import PIECE_BYTES, describe, index_file, meta_text, read_range, remote_address, shown
 from energon_packing.sample_kind import KINDS, kind_of_subflavors
 from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
@@ -302,7 +293,7 @@ class ShardIndex:
         self.root = root
         self.uuid = self.uuid_of(root)
         try:
-            counts = json.loads(metadata_text(root, INFO_FILE))["shard_counts"]
+            counts = json.loads(meta_text(root, INFO_FILE))["shard_counts"]
             look = "SELECT 1 FROM sample_parts LIMIT 1"
             read_again(meta, lambda: self._database.execute(look), lambda: vars(self).pop("_database", None))
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
@@ -323,7 +314,7 @@ class ShardIndex:
         """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
-            return metadata_text(root, file.name).strip()
+            return meta_text(root, file.name).strip()
         except (OSError, ValueError) as error:
             check_there([str(root)])
             raise UserError(f"{shown(file)} cannot be read ({error}); restore it, or run 'energon prepare'") from error
@@ -403,7 +394,6 @@ def kind_of_data(path: str | Path, split: str) -> str:
 def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
     """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
     address, which errors name instead."""
-    check_remote("DATASET", path)
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch).resolve() / "data"
         try:

@@ -30,29 +30,11 @@ from energon_packing.offline.loader import check_plan
 from energon_packing.offline.pack import AT_ONCE, run_of_plan
 from energon_packing.offline.packed import DROPS_FILE, Packed, ShardEntry, check_stored, media_path, shard_path
 from energon_packing.offline.packs import PlannedPacks
-from energon_packing.offline.plan import (
-    Plan,
-    PlannedPack,
-    digest_of,
-    drops_path,
-    hashed,
-    part_path,
-    read_drops,
-    read_facts,
-)
+from energon_packing.offline.plan import Plan, digest_of, drops_path, hashed, part_path, read_drops, read_facts
 from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
-from energon_packing.remote_files import (
-    absolute,
-    check_remote,
-    exists,
-    file_size,
-    open_file,
-    remote_address,
-    shown,
-    unfinished,
-)
+from energon_packing.remote_files import absolute, check_remote, exists, file_size, open_file, shown, unfinished
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 
@@ -156,10 +138,9 @@ class VerifyReport:
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
     """What is wrong with a directory or file (`_verified`), and in a store, uploads there that were broken off."""
-    report, address = _verified(config, progress), remote_address(config.directory)
-    left = () if address is None else unfinished(address)
+    report = _verified(config, progress)
     what = "an upload of {} was begun and broken off; abort it, or the store keeps its parts and bills them"
-    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in left)
+    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in unfinished(config.directory))
     return dataclasses.replace(report, findings=(*report.findings, *findings))
 
 
@@ -363,7 +344,7 @@ class ShardVerifier:
                     yield planned.number, f"it is damaged: {error}"
                     return
                 samples += len(stored.order)
-                yield from ((planned.number, what) for what in _unplanned(stored, planned))
+                yield from ((planned.number, what) for what in planned.differences(stored))
                 yield from ((planned.number, what) for what in stored.broken(multiple))
                 for sample, file in ((each, file) for each in stored.samples for file in each.files):
                     if file.shard < 0 and not 0 <= file.offset <= file.offset + file.size <= entry.media_bytes:
@@ -371,17 +352,3 @@ class ShardVerifier:
                         yield planned.number, f"media {file.name} of sample {sample.key} {outside}"
         if samples != entry.samples:
             yield stop - 1, f"the shard has {samples} samples, the manifest says {entry.samples}"
-
-
-def _unplanned(stored: Any, planned: PlannedPack) -> Iterator[str]:
-    """How a stored pack differs from its rows in the plan."""
-    names = [sample.key for sample in stored.samples]
-    expected = [sample.name for sample in planned.samples]
-    if names != expected:
-        at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
-        count = f"it has {len(names)} samples, the plan {len(expected)}"
-        yield count if at is None else f"its sample {at} is {names[at]}, in the plan it is {expected[at]}"
-        return
-    for at, own in zip(stored.order, stored.sizes(), strict=True):
-        if own != planned.samples[at].sizes:
-            yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].sizes}"

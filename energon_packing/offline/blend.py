@@ -58,9 +58,8 @@ def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Sh
     if len(missing) == len(used):
         weights = _weights_of_the_blend(datasets, used, config)
     elif missing:
-        raise ConfigError(
-            f"plan.datasets: {', '.join(missing)} has no weight, but others have; give a weight to all, or to none."
-        )
+        what = f"{', '.join(missing)} has no weight, but others have"
+        raise ConfigError(f"plan.datasets: {what}; give a weight to all, or to none.")
     rows = zip(weights, epochs, settings, strict=True)
     return [Share(weight=weight, epochs=epoch, group=setting.group) for weight, epoch, setting in rows]
 
@@ -85,10 +84,8 @@ def _weights_of_the_blend(
     if len(blended) < len(used) or len(blends) > 1:
         others = [datasets[number].name for number in used if number not in blended]
         beside = f"{', '.join(others)} has none" if others else f"so does {blends[1]}"
-        raise ConfigError(
-            f"{blends[0]} gives its data sets weights, and {beside}; give each data set a weight in plan.datasets, "
-            "or set plan.weights_by to none."
-        )
+        fix = "give each data set a weight in plan.datasets, or set plan.weights_by to none"
+        raise ConfigError(f"{blends[0]} gives its data sets weights, and {beside}; {fix}.")
     return [dataset.weight for dataset in datasets]
 
 

@@ -28,9 +28,8 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as error:
-    raise UserError(
-        f"the offline road needs pyarrow ({error}); install it with: pip install '.[offline]' in the checkout"
-    ) from error
+    fix = "install it with: pip install '.[offline]' in the checkout"
+    raise UserError(f"the offline road needs pyarrow ({error}); {fix}") from error
 
 
 HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
@@ -152,9 +151,8 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
             raise ValueError("it is too large")
         content = json.loads(text)
     except FileNotFoundError as error:
-        raise UserError(
-            f"{shown(file.parent)} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
-        ) from error
+        why = f"is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
+        raise UserError(f"{shown(file.parent)} {why}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{shown(file)} cannot be read ({error}); {remedy} again") from error
     if not isinstance(content, dict) or content.get("format") != version:
@@ -252,13 +250,9 @@ def differing(
     stored: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> list[tuple[str, Any, Any]]:
     """Compares the settings that a stored file was made with to those of a run. A setting that the file lacks is one
-    that the version that wrote it did not have: it was made with the default. Returns every name whose values differ,
-    in order, with both values; those of a section have its name before a dot.
-
-    Args:
-        stored, own: name of a setting -> value; a section inside counts as its settings.
-        defaults: of the settings that may be newer than the file; one without any is None.
-    """
+    that the version that wrote it did not have: it was made with the default, which `defaults` have of settings that
+    may be newer than the file; one without any is None. Returns every name whose values differ, in order, with both
+    values; those of a section have its name before a dot."""
     stored, own = ({**_flat(defaults or {}), **_flat(each)} for each in (stored, own))
     pairs = ((name, stored.get(name), own.get(name)) for name in sorted({*stored, *own}))
     return [(name, before, now) for name, before, now in pairs if before != now]

@@ -133,7 +133,6 @@ class ShardMeasurer:
     again = staticmethod(lambda task: task)
 
     def name(self, task: MeasureTask) -> str:
-        """Returns what a task does, for messages."""
         return f"measuring {task.shard} of {task.part.root}"
 
     def measured(self, task: MeasureTask) -> IndexedShard | None:
@@ -276,9 +275,8 @@ def _seen[Seen](path: Path, look: Callable[[Path], Seen], lost: Seen | None = No
     except OSError as error:
         if lost is not None and isinstance(error, FileNotFoundError | NotADirectoryError):
             return lost
-        raise UserError(
-            f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
-        ) from error
+        what = f"{shown(path)}, a shard of the data set, cannot be read ({said(error)})"
+        raise UserError(f"{what}; put it back, or convert again") from error
 
 
 def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -297,10 +295,8 @@ def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequen
     """A measurer on another machine, which must measure the same."""
     measurer = ShardMeasurer(run, directories)
     for name, here, there in differing_lengths(fingerprint, measurer.fingerprint, run):
-        raise UserError(
-            f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
-            "the same packages and the same processor on every node"
-        )
+        what = f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here"
+        raise UserError(f"{what}; install the same packages and the same processor on every node")
     measurer.fingerprint = dict(fingerprint)
     return measurer
 

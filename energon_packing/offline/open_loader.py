@@ -64,27 +64,22 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
         if is_packed(config.data.path):
             return packed_loader(config, **arguments)
         if config.data.order_micro_batches and config.parallel.pipeline_parallel > 1:
-            raise ConfigError(
-                f"data.order_micro_batches is on, but {config.data.path} is no plan, which knows what packs cost "
-                "before they are made; plan, or turn it off."
-            )
+            what = f"{config.data.path} is no plan, which knows what packs cost before they are made"
+            raise ConfigError(f"data.order_micro_batches is on, but {what}; plan, or turn it off.")
         return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
 
 def _shared_loader(config: Any, *, world_size: int = 1, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
     """The loader of rows that ranks share; ``world_size`` are data- and context-parallel ranks together."""
     if not is_plan(config.data.path):
-        raise ConfigError(
-            f"parallel.context_parallel is dynamic, but {config.data.path or 'data.path'} is no plan, which knows all "
-            "lengths before samples are read; plan, or set a number."
-        )
+        what = f"{config.data.path or 'data.path'} is no plan, which knows all lengths before samples are read"
+        raise ConfigError(f"parallel.context_parallel is dynamic, but {what}; plan, or set a number.")
     plan, training = Plan.open(config.data.path), config.training
     batch = training.global_batch_size if evaluation is None else training.eval_global_batch_size
     batch = batch or training.global_batch_size
     if batch == 1:
-        raise ConfigError(
-            "training.global_batch_size is 1: ranks share the samples of so many packs of the plan; set the run's."
-        )
+        what = "ranks share the samples of so many packs of the plan; set the run's"
+        raise ConfigError(f"training.global_batch_size is 1: {what}.")
 
     def packs_of(encoder: Any, rank: int) -> SharedPacks:
         reserved = 0 if encoder.dummy is None else encoder.dummy.measured.length
@@ -253,10 +248,8 @@ class EvaluationPacks(PositionedPacks):
             with _active(dataset.worker_config):
                 places += _places_of_packs(dataset, encoder, most)
             if not places:
-                raise UserError(
-                    "No sample of the evaluation's split can be packed. Fix the data or the limits, or name another "
-                    "split."
-                )
+                fix = "Fix the data or the limits, or name another split."
+                raise UserError(f"No sample of the evaluation's split can be packed. {fix}")
             dataset = build(repeat)  # workers are forks, and must not share the tars that were just read
         self._dataset = dataset
         self.identity = f"{most} ({hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]})"

@@ -146,7 +146,6 @@ class PackFormat(ABC):
         return f"packing {shown(self.path(task.number))}"
 
     def again(self, task: PackTask) -> PackTask:
-        """Returns a task for a second worker."""
         return replace(task, twice=True)
 
     def span(self, number: int) -> tuple[int, int]:

@@ -253,10 +253,8 @@ class PlannedSource:
         if planned.media and not self._media_compared:
             known = shard.identity.get("media_uuid")  # none where the media are among the records, or in an older plan
             if known is not None and ShardIndex.uuid_of(self._media_root) != known:
-                raise UserError(
-                    f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
-                    f"index); {REMEDY}"
-                )
+                what = "the media of the plan, changed since they were measured (another index)"
+                raise UserError(f"{shown(self._media_root)}, {what}; {REMEDY}")
         check_media(self._dataset, planned.media, self._media_compared, self._files)
         record, *media = self.places(planned)
         places = dict(zip((each.name for each in planned.media), media, strict=True))
@@ -349,10 +347,8 @@ class PlannedPacks(PositionedPacks):
         sizes = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
         if sizes != planned.sizes:
             reason = sample.problem.detail if sample.problem else f"it has {sizes} {self._kind.sizes}"
-            raise UserError(
-                f"sample {planned.name} is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}, but "
-                f"{reason}; {REMEDY}"
-            )
+            what = f"is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}"
+            raise UserError(f"sample {planned.name} {what}, but {reason}; {REMEDY}")
         return sample
 
 

@@ -494,10 +494,8 @@ class Plan:
         known = (file.schema_arrow.metadata or {}).get(METADATA, b"")
         # Not all of the metadata of a whole plan are parsed: they may name 100,000 shards.
         if (f'"id": "{self.facts.id}"' if part is None else f'"digest": "{part.digest}"').encode() not in known:
-            raise UserError(
-                f"{shown(path)} was replaced by another plan since this run began; bring back the plan "
-                f"{self.facts.id}, or start again."
-            )
+            fix = f"bring back the plan {self.facts.id}, or start again"
+            raise UserError(f"{shown(path)} was replaced by another plan since this run began; {fix}.")
         if part is None:
             return file, self.facts.row_groups
         firsts = read_as(tuple[Count, ...], json.loads(known)["row_groups"])
@@ -534,7 +532,6 @@ def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int
 
 
 def _sample(row: Mapping[str, Any]) -> PlannedSample:
-    """Of a row of a plan."""
     media = tuple(MediaFile(**each) for each in row["media"] or ())
     return PlannedSample(**{name: row[name] for name in row if name not in ("pack", *LIMITED)} | {"media": media})
 
@@ -667,6 +664,5 @@ def read_drops(
                     raise ValueError(f"a line names no sample: {line[:80]!r}")
                 yield entry
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{shown(path)}, the drops of the plan, cannot be read ({error}); make the plan again."
-        ) from error
+        what = f"{shown(path)}, the drops of the plan, cannot be read ({error})"
+        raise UserError(f"{what}; make the plan again.") from error

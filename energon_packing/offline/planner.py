@@ -344,14 +344,13 @@ def summary_of(
     powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
     parallel_sizes = sorted({*powers, most} - {1}) or [1]
     reached = sum(figures["reached", number] for number in range(len(told)))
+    text = {"text_tokens"} & {*kind_of_config(config).more_columns}
+    balance = ((ranks, efficiency_of(costs, ranks)) for ranks in parallel_sizes)
+    powers_of_tokens = enumerate(counted.lengths.tolist())
+    ends = np.array([0, *epoch_ends])
     return {
         "source_samples": counted.samples,
-        "rows": figures["rows"],
-        "tokens": figures["tokens"],
-        **({"text_tokens": figures["text_tokens"]} if "text_tokens" in kind_of_config(config).more_columns else {}),
-        "images": figures["images"],
-        "patches": figures["patches"],
-        "packs": figures["packs"],
+        **{name: figures[name] for name in ("rows", "tokens", *text, "images", "patches", "packs")},
         "samples_per_pack": round(figures["rows"] / figures["packs"], 3),
         "fill": round(figures["tokens"] / room, 6),
         "aligned_fill": round(figures["aligned"] / room, 6),
@@ -364,20 +363,9 @@ def summary_of(
             }
             for number, each in enumerate(told)
         ],
-        "histogram": [
-            {"from": 1 << power, "below": 2 << power, "samples": int(count)}
-            for power, count in enumerate(counted.lengths.tolist())
-            if count
-        ],
-        "balance": {
-            str(ranks): round(efficiency, 4)
-            for ranks in parallel_sizes
-            if (efficiency := efficiency_of(costs, ranks)) is not None
-        },
-        "steps": {
-            str(batch): np.diff(np.array([0, *epoch_ends]) // batch).tolist()  # steps that end in each epoch
-            for batch in batches
-        },
+        "histogram": [{"from": 1 << at, "below": 2 << at, "samples": count} for at, count in powers_of_tokens if count],
+        "balance": {str(ranks): round(each, 4) for ranks, each in balance if each is not None},
+        "steps": {str(batch): np.diff(ends // batch).tolist() for batch in batches},  # that end in each epoch
     }
 
 
@@ -449,24 +437,15 @@ def make_plan(
     first: int = 0,
     without: Collection[str] = (),
 ) -> PlanFacts:
-    """Makes a plan of all samples of these indexes.
-
-    Args:
-        directories: indexes, all measured with the encoder of `config`.
-        splits: of what was measured; none takes the only one that there is.
-        without: shards that `measure` set aside, which are left out; each must be named.
-        out: the plan; its drops are written beside it.
-        limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
-        remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
-        force: whether to replace an existing plan.
-        left: what an online run has still to give in its epoch; the plan then begins with that.
-        extend: a plan that is trained up to pack `first`: these packs stay, and what they lack is planned anew.
-
-    Raises:
-        UserError: the plan exists or cannot be written, an index cannot be used, nothing is left to pack, more samples
-            are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
-        ConfigError: the configuration does not suit the indexes.
-    """
+    """Makes the plan `out`, with its drops beside it, of all samples of the indexes in `directories`, all measured with
+    the encoder of `config`. Of what was measured `splits` are taken, or the only one that there is; `without` names
+    each shard that `measure` set aside, which is left out. `limits` are those of a pack, else those of
+    `SampleKind.limits`, for which a dummy image is too much; `remeasure` measures samples again that fit no pack as
+    they are, see `fitting_samples`. An existing plan is replaced by `force`. With what an online run has still to give
+    in its epoch, the plan begins (`left`); of a plan that is trained up to pack `first`, these packs stay, and what
+    they lack is planned anew (`extend`). Raises UserError: the plan exists or cannot be written, an index cannot be
+    used, nothing is left to pack, more samples are dropped than ``packing.drop_budget`` allows, or a sample does not
+    fit under ``oversize: raise``; ConfigError: the configuration does not suit the indexes."""
     _check_free(out, force)
     sources = Sources.open(directories, config, splits)
     _check_set_aside(sources, {*without})
@@ -516,9 +495,8 @@ def make_plan(
                 facts, content = made.finish()
             dropped.head = facts.id, content
     except OSError as error:
-        raise UserError(
-            f"{shown(out)} cannot be written ({said(error)}); an existing plan is as it was, or is not complete."
-        ) from error
+        left_over = "an existing plan is as it was, or is not complete"
+        raise UserError(f"{shown(out)} cannot be written ({said(error)}); {left_over}.") from error
     return facts
 
 
@@ -611,7 +589,6 @@ class _Made:
             file.unlink()
 
     def band(self, packs: OrderedPacks, drawn: Band) -> None:
-        """Writes the packs of a band, if it has any."""
         first = self._add(packs)
         if not packs.costs.size:
             return
@@ -678,10 +655,8 @@ def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None
         default = getattr(type(config.packing)(), name)
         measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
         if measured != own and (measured, own) != (default, before(config.packing).get(name)):
-            raise ConfigError(
-                f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
-                "with this configuration."
-            )
+            what = f"was measured with packing.{name}={measured!r}, the configuration has {own!r}"
+            raise ConfigError(f"{where} {what}; measure again with this configuration.")
 
 
 def _check_drops(told: Sequence[Mapping[str, Any]], counted: Counted, blend: Blend, budget: float) -> None:

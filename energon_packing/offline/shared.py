@@ -55,10 +55,8 @@ class SharedPacks(PlannedPacks):
         plan.hold(HELD)
         self._sizes = copy.copy(plan).sizes  # of a copy, since workers have the file of `plan`
         if not plan.facts.token_cost:
-            raise ConfigError(
-                f"{plan.path} was made for a fixed context-parallel size; plan again with parallel.context_parallel: "
-                "dynamic."
-            )
+            fix = "plan again with parallel.context_parallel: dynamic"
+            raise ConfigError(f"{plan.path} was made for a fixed context-parallel size; {fix}.")
         self.domain, self.batch = domain, batch
         planned = from_mapping(PlanConfig, plan.facts.decided["plan"], where="plan")
         self._groups = group_numbers(plan.facts.datasets, planned)

@@ -33,29 +33,21 @@ class WorkersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConfig(WorkersConfig):
-    """Who works, of several such commands on one file system; this one does every `world_size`-th shard.
-
-    Attributes:
-        tasks: a file that names the shards of this one instead, one a line.
-        slurm: a directory; nothing is done, but a job of ``command`` for Slurm is written there, see `write_job`.
-        shards_per_task: of its array; None for 1,000 tasks at most.
-    """
+    """Who works, of several such commands on one file system; this one does every `world_size`-th shard."""
 
     rank: int = 0
     world_size: int = 1
-    tasks: Path | None = None
-    slurm: Path | None = None
-    shards_per_task: int | None = None
+    tasks: Path | None = None  # a file that names the shards of this one instead, one a line
+    slurm: Path | None = None  # where nothing is done, but a job of `command` for Slurm is written, see `write_job`
+    shards_per_task: int | None = None  # of its array; None for 1,000 tasks at most
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         divided = self.world_size > 1 or self.tasks is not None
+        nowhere = f"does not exist with --world-size {self.world_size}"
         refuse(
-            (
-                not 0 <= self.rank < self.world_size,
-                f"--rank {self.rank} does not exist with --world-size {self.world_size}.",
-            ),
+            (not 0 <= self.rank < self.world_size, f"--rank {self.rank} {nowhere}."),
             (self.world_size > 1 and self.tasks, "--tasks names the shards; leave --rank and --world-size out."),
             (self.slurm and divided, "--slurm divides the shards itself; leave --tasks, --rank and --world-size out."),
             (self.shards_per_task and not self.slurm, "--shards-per-task is of a job for Slurm; add --slurm DIR."),
@@ -88,18 +80,12 @@ def work_shared(
     progress: Callable[[int, int], None],
     directories: Sequence[Path] = (),
 ) -> SharedResults:
-    """Does the tasks of a command that nobody has done.
-
-    Args:
-        tasks: with their places in this list as ``number``. A task that `work` does to None is being done by another
-            command; it comes again at the end, with ``wait`` set.
-        label: what a task is called in a list.
-        there: the result of a task that is done already, else None.
-        aside: the result of one at which too many workers died, else None.
-        absent: how many of some tasks are not done for sure, at a glance; `there` opens what was made.
-        size: of a task, for `progress`, which is called with what is done and all that there is to do.
-        directories: in which files are left over if the work ends with an error.
-    """
+    """Does the tasks of a command that nobody has done; they have their places in the list as ``number``. A task that
+    `work` does to None is being done by another command; it comes again at the end, with ``wait`` set. `label` is what
+    a task is called in a list, `there` the result of one that is done already, else None, and `aside` that of one at
+    which too many workers died, else None; `absent` says at a glance how many of some are not done for sure, as `there`
+    opens what was made. The `size` of tasks is for `progress`, which is called with what is done and all that there is
+    to do. In `directories` files are left over if the work ends with an error."""
     shared = config if isinstance(config, SharedConfig) else SharedConfig()
     results: list[Any] = [None] * len(tasks)
     listed, share = shared.tasks, tasks[shared.rank :: shared.world_size]

@@ -44,15 +44,10 @@ _OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 def first_difference(expected: Pack, found: Pack) -> str | None:
     """Compares two packs, pixels as the processor's numbers; returns field, sample and values of the first
     difference."""
-    left, right = (
-        batch.finished() if isinstance(batch, PackedBatch) else batch for batch in (expected.batch, found.batch)
-    )
+    left, right = (it.finished() if isinstance(it, PackedBatch) else it for it in (expected.batch, found.batch))
     tensors, others = tensors_of(left), tensors_of(right)
-    plain = [
-        spec.name
-        for spec in dataclasses.fields(left)
-        if spec.name not in ("visual_inputs", "extra") and not isinstance(getattr(left, spec.name), torch.Tensor)
-    ]
+    own = [each.name for each in dataclasses.fields(left) if each.name not in ("visual_inputs", "extra")]
+    plain = [name for name in own if not isinstance(getattr(left, name), torch.Tensor)]
     for ours, theirs, names in ((expected, found, _OF_PACK), (left, right, plain)):
         for name in names:
             if getattr(ours, name) != getattr(theirs, name):
@@ -272,7 +267,6 @@ class ShardVerifier:
         return ShardVerifier, (self._packed, self._chosen)  # an encoder is loaded where it is used
 
     def begin(self) -> None:
-        """Opens files anew."""
         self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
@@ -288,7 +282,6 @@ class ShardVerifier:
         return Finding(shard=task.number, pack=pack, what=what) if what else None, self._remade - before
 
     def name(self, task: ShardEntry) -> str:
-        """Of the shard."""
         return f"verifying {shown(shard_path(self._packed.directory, task.number))}"
 
     def _wrong(self, entry: ShardEntry) -> Iterator[tuple[int | None, str]]:

@@ -67,11 +67,12 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorEntry:
-    """An executor as its module declares it."""
+    """An executor as its module declares it. `make` makes one from the number of workers (None: all that there are),
+    the address of a cluster, and the number of tasks (None: unknown); `cluster` is whether its workers may be on other
+    machines, which see the same files."""
 
-    # from the number of workers (None: all that there are), the address of a cluster, and that of tasks (None: unknown)
     make: Callable[[int | None, str | None, int | None], Executor]
-    cluster: bool = False  # whether its workers may be on other machines, which see the same files
+    cluster: bool = False
 
 
 class CallingProcess:

@@ -39,7 +39,7 @@ _PASSING = {
 """Wrappers of Energon that hold no samples."""
 _SOURCE = "WebdatasetSampleLoaderDataset"
 _BUFFERS = ("_active_buffer", "_window", "_planned")
-ONE_ONLY = "only the state of a run on one data set can be converted"
+_ONE_ONLY = "only the state of a run on one data set can be converted"
 _RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 
 
@@ -239,7 +239,7 @@ def _nodes(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _sample_of(key: Sequence[Any]) -> tuple[int, int, int]:
     """Number of the sample in the data set, and the pieces that a restore key names: all, or one."""
     if key[-2] != "Webdataset":
-        raise UserError(f"the state names a sample of {key[-2]}; {ONE_ONLY}")
+        raise UserError(f"the state names a sample of {key[-2]}; {_ONE_ONLY}")
     if "SplitPieces" not in key:
         return int(key[-1]), 0, ALL
     piece = int(key[list(key).index("SplitPieces") + 1])
@@ -255,5 +255,5 @@ def _source_of(dataset: Any) -> Any:
         dataset = inner
     (reader,) = dataset.join_readers
     if not hasattr(reader, "shard_infos"):
-        raise UserError(f"the data set is joined of several; {ONE_ONLY}")
+        raise UserError(f"the data set is joined of several; {_ONE_ONLY}")
     return dataset

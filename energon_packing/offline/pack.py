@@ -66,14 +66,16 @@ def shard_firsts(plan: Plan, config: "PackConfig") -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(SharedConfig):
-    """What to pack, and where to."""
+    """What to pack, and where to: the directory `out` is made, or continued. `format` is a name in `PACK_FORMATS`;
+    `store` is ``tokens``, or ``pixels`` with rendered media; by `media`, those that are rendered later stay where they
+    are, or are copied into ``out``; a shard has `shard_packs` packs at most."""
 
     plan: Path
-    out: Path  # the directory; made, or continued
-    format: str = "shards"  # a name in `PACK_FORMATS`
-    store: Store = "tokens"  # or ``pixels`` with rendered media
-    media: Media = "reference"  # where media stay that are rendered later, or a ``copy`` in ``out``
-    shard_packs: int = SHARD_PACKS  # packs of a shard at most
+    out: Path
+    format: str = "shards"
+    store: Store = "tokens"
+    media: Media = "reference"
+    shard_packs: int = SHARD_PACKS
 
     def __post_init__(self) -> None:
         check_remote("PLAN", self.plan)
@@ -143,9 +145,11 @@ class PackFormat(ABC):
         remove_leftovers(self.config.out)
 
     def name(self, task: PackTask) -> str:
+        """Returns what a task does, for messages."""
         return f"packing {shown(self.path(task.number))}"
 
     def again(self, task: PackTask) -> PackTask:
+        """Returns a task for a second worker."""
         return replace(task, twice=True)
 
     def span(self, number: int) -> tuple[int, int]:

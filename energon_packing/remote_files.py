@@ -24,9 +24,7 @@ from typing import Any
 from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20  # read at once
-TAIL_BYTES = (
-    1 << 18
-)  # read when a file is opened: all of a small one, and what says where the rest of a Parquet file is
+TAIL_BYTES = 1 << 18  # read when a file is opened: all of a small one, and what says where others have what
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
 _USER = re.compile(r"://[^/?#\s]*@")
@@ -298,10 +296,10 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def unfinished(address: str) -> list[str]:
+def unfinished(path: Path) -> list[str]:
     """Names of files at or below an address whose upload in parts was begun and neither completed nor aborted, which no
-    list shows. Only S3 is asked, by its own client: multistorageclient has nothing for it. None if it may not be told.
-    """
+    list shows. Only S3 is asked, by its own client, as multistorageclient has nothing for it; no other path has any,
+    nor an address of which it may not be told."""
 
     def ask(client: Any, path: str) -> list[str]:
         provider: Any = getattr(client, "_storage_provider", None)
@@ -311,7 +309,7 @@ def unfinished(address: str) -> list[str]:
         return [each["Key"] for each in s3.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ())]
 
     with contextlib.suppress(UserError):
-        return _ask(address, ask)
+        return _ask(address, ask) if (address := remote_address(path)) else []
     return []
 
 
@@ -353,7 +351,7 @@ _META, _INDEX = ".nv-meta", "index.sqlite"
 _SHARDS = (".tar", ".idx")
 
 
-def metadata_text(root: Path, name: str) -> str:
+def meta_text(root: Path, name: str) -> str:
     """A file in the ``.nv-meta`` of a data set, here or in a store. Raises ``OSError``, ``ValueError``: it cannot be
     read."""
     address = remote_address(root)
@@ -367,7 +365,7 @@ def index_file(root: Path) -> Path:
     if (address := remote_address(root)) is None:
         return root / _META / _INDEX
     index = f"{address}/{_META}/{_INDEX}"
-    version = f"\0{present(index)}\0{metadata_text(root, 'index.uuid')}"
+    version = f"\0{present(index)}\0{meta_text(root, 'index.uuid')}"
     return local_copy(index, private_directory() / "indexes", version)
 
 
@@ -375,6 +373,7 @@ def describe(address: str, directory: Path) -> Path:
     """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
     what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
     cannot be read."""
+    check_remote("DATASET", address)
     with said_of_system(f"{address} cannot be read"):
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address

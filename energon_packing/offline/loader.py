@@ -43,20 +43,15 @@ class PlannedLoader(LoaderBase):
     The packs of a step are adjacent: with D ranks, rank r takes the positions r, r + D, r + 2 D and so on. So the state
     is one number, the position of the next step's first pack, and ranks and workers are free when a run continues.
 
-    Args:
-        packs: of the plan, whatever they are read from.
-        workers: processes that make packs; 0 makes them in this one.
-        prefetch: packs that each worker prepares in advance.
-        repeat: go on after the last pack, see `Passes`; else the iteration ends there, and the next one has that.
-        unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
-        evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
-            again and again; those after the last pack have no samples. None is a training's.
-        pipeline: with the micro-batches of a global batch on each rank, and `Plan.costs`: each batch is then read in
-            `best_order`. It has the same packs, so a state after its last pack is free to continue in any layout.
-        step: packs that are read together, over all ranks; one of each rank if it is None.
-        fingerprint: what a saved state must match.
-        accept_changed: names of it that may differ, see ``data.accept_changed``.
-        base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
+    `packs` are those of the plan, whatever they are read from. So many `workers` make them, this process with 0, each
+    `prefetch` in advance. `repeat` goes on after the last pack, see `Passes`; else the iteration ends there, and the
+    next one has that. `unfinished` says why the packs cannot come again, if so; see `PlanFacts.unfinished`. With the
+    packs of one `evaluation`, over all ranks, the iteration has the positions below this number again and again; those
+    after the last pack have no samples; None is a training's. A `pipeline` comes with the micro-batches of a global
+    batch on each rank, and `Plan.costs`: each batch is then read in `best_order`. It has the same packs, so a state
+    after its last pack is free to continue in any layout. So many packs of a `step` are read together, over all ranks;
+    None is one of each. A saved state must match the `fingerprint`, but for the names of ``data.accept_changed``. The
+    rest, ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity``, is that of `LoaderBase`.
     """
 
     def __init__(
@@ -122,7 +117,6 @@ class PlannedLoader(LoaderBase):
         return self._end
 
     def _read(self, every: Iterable[Any]) -> Iterator[Pack]:
-        """The packs of some indexes, made by the workers."""
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             _ReadAhead(self._packs) if self._packs.in_store() else self._packs,
             batch_size=None,
@@ -168,10 +162,8 @@ class PlannedLoader(LoaderBase):
         """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
         ConfigError: it is not the state of a plan, or of another plan."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
-            raise ConfigError(
-                "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
-                "start the data over."
-            )
+            why = "data.path was another data set then; name it again, or start the data over"
+            raise ConfigError(f"The saved loader state is not that of a plan: {why}.")
         position, saved = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
@@ -291,22 +283,15 @@ def loader_of(
     loader: type[PlannedLoader] = PlannedLoader,
     **reading: Any,
 ) -> PlannedLoader:
-    """The loader of the packs of a plan; its states fit every other loader of this plan. Raises ConfigError: as
-    `check_plan`.
-
-    Args:
-        packs_of: the packs for an encoder and a rank, whatever they are read from.
-        config: of the run; encoder and row must be those of the plan.
-        free, split: as for `check_plan`.
-        rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
-            ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
-        evaluation: as for `PlannedLoader`.
-    """
+    """The loader of the packs of a plan; its states fit every other loader of this plan. Encoder and row of `config`
+    must be those of the plan. `packs_of` are the packs for an encoder and a rank, whatever they are read from; `free`
+    and `split` as for `check_plan`, `evaluation` as for `PlannedLoader`; the others, and ``world_size``, ``prefetch``
+    and ``agree`` in `reading`, as for `energon_packing.energon.loader.build_loader`. Raises ConfigError: as
+    `check_plan`."""
     kind = kind_of_config(config)
     if plan.facts.kind != kind.name:
-        raise ConfigError(
-            f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
-        )
+        what = f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}"
+        raise ConfigError(f"{what}; name a plan of those.")
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
     if not plan.facts.splits:
@@ -382,32 +367,25 @@ def check_plan(
     own_lengths = measuring_fingerprint(encoder, config)
     for name, before, own in differing_lengths(plan.facts.fingerprint, own_lengths, config):
         if name not in free:
-            raise ConfigError(
-                f"{plan.path} was made with {name}={before}, but this run has {own}; "
-                f"{'install or remove ftfy' if name == 'ftfy' else 'restore the setting'}, or measure and plan again."
-            )
+            what = f"{plan.path} was made with {name}={before}, but this run has {own}"
+            fix = "install or remove ftfy" if name == "ftfy" else "restore the setting"
+            raise ConfigError(f"{what}; {fix}, or measure and plan again.")
     length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:
         own = config.packing.seq_length
         raise ConfigError(f"{plan.path} has rows of packing.seq_length {length}, but this run has {own}; plan again.")
     if multiple % encoder.multiple:
-        raise ConfigError(
-            f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
-            f"{encoder.multiple}; plan again with these sizes."
-        )
+        needed = f"the parallel sizes of this run need {encoder.multiple}; plan again with these sizes"
+        raise ConfigError(f"{plan.path} aligns samples to {multiple} tokens, but {needed}.")
     for name in dict.fromkeys(each for each in (*plan.facts.decided, *PACK_LIMITS) if each.startswith("max_")):
         most, own = plan.facts.decided.get(name), getattr(config.packing, name, None)
         if own is None or (name == "max_padded_pixels_per_pack" and encoder.limits.padded_pixels is None):
             continue  # no limit, or one that says nothing of a family that pads no images
         if most is None or own < most:
-            raise ConfigError(
-                f"{plan.path} was made with packing.{name}={most}, and its packs may hold more than this run's {own}; "
-                "plan again."
-            )
+            what = f"{plan.path} was made with packing.{name}={most}"
+            raise ConfigError(f"{what}, and its packs may hold more than this run's {own}; plan again.")
     rows, planned = changing(config.packing, "rows"), plan.facts.config["packing"]
     for name, before, own in differing(planned, to_mapping(config.packing), to_mapping(type(config.packing)())):
         if name in rows:
-            raise ConfigError(
-                f"{plan.path} was made with packing.{name}={before!r}, but this run has {own!r}; restore the setting, "
-                "or plan again."
-            )
+            what = f"{plan.path} was made with packing.{name}={before!r}, but this run has {own!r}"
+            raise ConfigError(f"{what}; restore the setting, or plan again.")

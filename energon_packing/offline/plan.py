@@ -39,27 +39,8 @@ import pyarrow.parquet as pq
 
 from energon_packing.conversation import PairCounts
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import (
-    METADATA,
-    Amount,
-    Count,
-    Name,
-    metadata_of,
-    parquet_file,
-    read_as,
-    read_metadata,
-    replacing,
-    write_table,
-)
-from energon_packing.offline.index import (
-    MEDIA,
-    SHARD_COUNTS,
-    IndexedDataset,
-    IndexedShard,
-    MediaFile,
-    kind_of,
-    schema_of,
-)
+from energon_packing.offline.files import METADATA, Amount, Count, Name, parquet_file, read_as, read_metadata, replacing
+from energon_packing.offline.index import COUNTS, MEDIA, IndexedDataset, IndexedShard, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
@@ -138,6 +119,18 @@ class PlannedPack:
 
     number: int
     samples: tuple[PlannedSample, ...]
+
+    def differences(self, stored: Any) -> Iterator[str]:
+        """How a stored pack differs from its rows in the plan."""
+        names, expected = ([each.key for each in stored.samples], [each.name for each in self.samples])
+        if names != expected:
+            at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
+            count = f"it has {len(names)} samples, the plan {len(expected)}"
+            yield count if at is None else f"its sample {at} is {names[at]}, in the plan it is {expected[at]}"
+            return
+        for at, own in zip(stored.order, stored.sizes(), strict=True):
+            if own != self.samples[at].sizes:
+                yield f"sample {names[at]} has {own} tokens, in the plan it has {self.samples[at].sizes}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,35 +269,25 @@ class PlanFacts:
 
 
 OF_SHARDS = ("shards", "media_shards", "media_states")
-SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in SHARD_COUNTS), ("identity", pa.string())])
+SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in COUNTS), ("identity", pa.string())])
 """Columns of the shards of a plan in bands: of each data set its shards, names of its media shards, their states."""
 MANIFEST, SOURCES_FILE = "_plan.json", "_sources.parquet"
 
 
-def write_sources(path: Path, facts: PlanFacts) -> str:
-    """Writes the shards of all data sets of a plan; returns a digest of them. Raises OSError."""
-    rows: list[dict[str, Any]] = []
-    for each in facts.datasets:
-        rows += [asdict(shard) | {"identity": json.dumps(dict(shard.identity))} for shard in each.shards]
-        rows += [{"name": name} for name in (*each.media_shards, *each.media_states)]
-    write_table(path / SOURCES_FILE, SOURCES, [table := pa.Table.from_pylist(rows, SOURCES)], {"id": facts.id})
-    return sources_digest(table)
-
-
 def sources_digest(table: pa.Table) -> str:
-    """SHA-256 of what `write_sources` writes, hexadecimal."""
+    """SHA-256 of the rows of `SOURCES_FILE`, hexadecimal."""
     return hashlib.sha256(json.dumps(table.to_pylist()).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=2)
 def _sources(path: Path, identifier: str, rows: int) -> pa.Table:
-    """What `write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
+    """What `planner.write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
     file = path / SOURCES_FILE
     try:
 
         def read() -> tuple[Any, pa.Table]:
             with parquet_file(file, page_checksum_verification=True) as opened:
-                return metadata_of(opened), opened.read(use_threads=False).cast(SOURCES)
+                return opened.described, opened.read(use_threads=False).cast(SOURCES)
 
         known, table = read_again(shown(file), read)
         if known is None or known.get("id") != identifier or len(table) != rows:
@@ -534,10 +517,8 @@ class Plan:
         known = (file.schema_arrow.metadata or {}).get(METADATA, b"")
         # Not all of the metadata of a whole plan are parsed: they may name 100,000 shards.
         if (f'"id": "{self.facts.id}"' if part is None else f'"digest": "{part.digest}"').encode() not in known:
-            raise UserError(
-                f"{shown(path)} was replaced by another plan since this run began; bring back the plan "
-                f"{self.facts.id}, or start again."
-            )
+            fix = f"bring back the plan {self.facts.id}, or start again"
+            raise UserError(f"{shown(path)} was replaced by another plan since this run began; {fix}.")
         if part is None:
             return file, self.facts.row_groups
         firsts = read_as(tuple[Count, ...], json.loads(known)["row_groups"])
@@ -574,7 +555,6 @@ def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int
 
 
 def _sample(row: Mapping[str, Any]) -> PlannedSample:
-    """Of a row of a plan."""
     media = tuple(MediaFile(**each) for each in row["media"] or ())
     return PlannedSample(**{name: row[name] for name in row if name not in ("pack", *LIMITED)} | {"media": media})
 
@@ -707,6 +687,5 @@ def read_drops(
                     raise ValueError(f"a line names no sample: {line[:80]!r}")
                 yield entry
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{shown(path)}, the drops of the plan, cannot be read ({error}); make the plan again."
-        ) from error
+        what = f"{shown(path)}, the drops of the plan, cannot be read ({error})"
+        raise UserError(f"{what}; make the plan again.") from error

@@ -16,7 +16,7 @@ from energon_packing.errors import UserError
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
-from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined, of_pieces
+from energon_packing.offline.samples import Samples, Sizes, holds, joined, of_pieces
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints, Size
 from energon_packing.packing.model_cost import SQUARES
@@ -582,7 +582,7 @@ class _Dealt:
         limits, packing, sizes = self.limits, self.run.packing, self.kept.sizes.take(stream)
         numbers = stream if once else np.arange(stream.size)  # of a part, what comes again stands for others
         units: Any = limits.length_units(sizes)
-        limited = Constraints(costs=costs(limits, sizes), limits=limits.limited)
+        limited = Constraints(costs=sizes.costs(limits), limits=limits.limited)
         if window is None:
             pairs = {name: (cost, limits.limited[name]) for name, cost in limited.costs.items()}
             return pack_lengths_flat(units, limits.units, "best_fit", constraints=pairs)

@@ -328,7 +328,7 @@ def test_a_plan_that_was_cut_off_is_not_complete_and_the_next_command_replaces_i
     if begun:
         made(index, out, 300, run_of())
     with monkeypatch.context() as patch:
-        patch.setattr(planner.plan_file, "write_sources", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(planner, "write_sources", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             made(index, out, 450, run_of())
     assert part_path(out, 0).exists()

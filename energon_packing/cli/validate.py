@@ -14,7 +14,7 @@ from energon_packing.validate.looks.data import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.memory import GB
 from energon_packing.validate.rules.kernels import KERNEL_VARIABLES, kernels_of, machine_of
-from energon_packing.validate.rules.loader import loader_bytes
+from energon_packing.validate.rules.rows import loader_bytes
 from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_source import run_source
 from energon_packing.validate.run_view import RunView

@@ -331,13 +331,9 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     elif row == "sample":
         lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
     if summary["measured_samples"]:
-        lines.append(
-            (
-                "data",
-                f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens, longest "
-                f"{summary['longest_sample']}, {summary['dropped_samples']} dropped",
-            )
-        )
+        measured = f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens"
+        rest = f"longest {summary['longest_sample']}, {summary['dropped_samples']} dropped"
+        lines.append(("data", f"{measured}, {rest}"))
         if summary["expected_fill"] is not None:
             lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
         rows = summary[f"{row}s_per_epoch"]

@@ -46,16 +46,11 @@ _LARGEST_WINDOW = 1 << 27
 def find_chunks(
     source: SourceFile, *, max_record_bytes: int, chunk_bytes: ChunkBytes, digests: dict[str, str], scratch: Path
 ) -> Iterator[Chunk]:
-    """Divides a file into chunks; where they begin and end has no influence on their records. Raises UserError: the
-    file cannot be opened, or the package that unpacks or reads it is not installed; OSError: there is no room for the
-    unpacked copy.
-
-    Args:
-        max_record_bytes: longest line, and longest element of an array in characters.
-        chunk_bytes: how large the next chunk should be; it ends with a record.
-        digests: receives the SHA-256 of the file by its place.
-        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`).
-    """
+    """Divides a file into chunks, which end with a record at ``chunk_bytes``; where they begin and end has no influence
+    on their records. ``max_record_bytes`` is the longest line, and the longest element of an array in characters;
+    ``digests`` receives the SHA-256 of the file by its place; ``scratch`` is for the copy of a compressed file, which
+    chunks refer to (`unpacked`). Raises UserError: the file cannot be opened, or the package that unpacks or reads it
+    is not installed; OSError: there is no room for the unpacked copy."""
     suffix, compression = suffix_of(source.path)
     try:
         if compression is None:

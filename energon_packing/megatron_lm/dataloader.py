@@ -24,13 +24,8 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import ledger_apart
-from energon_packing.megatron_lm.arguments import (
-    ROW_LENGTH,
-    add_energon_packing_args,
-    is_dynamic,
-    row_length,
-    run_config_of,
-)
+from energon_packing.megatron_lm import arguments
+from energon_packing.megatron_lm.arguments import is_dynamic, row_length, run_config_of
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_packs, packs_of_steps, plan_behind, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
@@ -417,7 +412,7 @@ def parse_and_validate_args(
     given = dict(args_defaults or {})
     dynamic = "--dynamic-context-parallel" in sys.argv or given.get("dynamic_context_parallel")
     defaults = {"dataloader_type": "single" if dynamic else "external"} | given
-    args = megatrons(lambda parser: add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
+    args = megatrons(lambda parser: arguments.add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
     if is_dynamic(args) and args.dataloader_type == "single":
         args.dataloader_type = "external"
     if is_dynamic(args):
@@ -426,7 +421,7 @@ def parse_and_validate_args(
             args.max_seqlen_per_dp_cp_rank = None  # not what Core's own packing needs at least
         config = run_config_of(args)
         args.max_seqlen_per_dp_cp_rank = config.parallel.tokens_of_a_rank(config.packing.seq_length)
-    setattr(args, ROW_LENGTH, row_length(args))
+    setattr(args, arguments.ROW_LENGTH, row_length(args))
     enforce_rules(args, run_config_of(args))
     return args
 

@@ -25,7 +25,7 @@ from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.geometry import MediaPlan
@@ -106,14 +106,11 @@ def wanted_packs(
         empty = False
         yield pack
     loader.tell_of_drops(final=True)
-    refuse(
-        (
-            empty and wanted.key is not None,
-            f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} {path}` says what became "
-            "of it.",
-        ),
-        (empty and wanted.first, f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0."),
-    )
+    if empty and wanted.key is not None:
+        told = f"`energon-packing explain {wanted.key} {path}` says what became of it."
+        raise UserError(f"No pack of this epoch has {wanted.key!r}; {told}")
+    if empty and wanted.first:
+        raise UserError(f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0.")
 
 
 def _after(loader: Any, first: int, progress: Progress) -> Iterator[Pack]:

@@ -313,6 +313,11 @@ class RunView:
         return kinds if isinstance(kinds, tuple) else (kinds,)
 
     @property
+    def bridge_is_silent_on_loss(self) -> bool:
+        """Whether Bridge has no rule about the loss: at CP 1, and of data sets that escape its rules."""
+        return self.context_parallel == 1 or self.dataset_kind in ("gpt_pretraining", "provider")
+
+    @property
     def bridge_name(self) -> str:
         """The version of Bridge as findings name it."""
         return self.bridge_version or "0.6"

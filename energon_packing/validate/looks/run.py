@@ -11,6 +11,7 @@ from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.validate.looks.data import LOOKS, REMOTE, Look, LookOutcome, look_at_data
+from energon_packing.validate.looks.samples import look_at_samples
 from energon_packing.validate.run_facts import cached_directory, is_hub_name, offline
 from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output
@@ -143,8 +144,6 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
                 return [*looks, ledger, *of_processor, refused]
             samples = [replace(unread, why=unrendered)]
             if processor is not None:
-                from energon_packing.validate.looks.samples import look_at_samples
-
                 samples = look_at_samples(config, processor, data, at, data_parallel=data_parallel)
             samples[0] = _with_pairs(samples[0], config, counts) if counts else samples[0]
     return [*looks, ledger, *of_processor, *samples]

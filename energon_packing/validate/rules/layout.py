@@ -4,17 +4,7 @@ import math
 import re
 
 from energon_packing.validate.memory import GB
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    bridge,
-    bridge_is_silent_on_loss,
-    bridges_rule,
-    core,
-    rule,
-    unless,
-    warning_rule,
-)
+from energon_packing.validate.rules.rule import Finding, bridge, bridges_rule, core, ours, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView, smallest_world_size
 
 
@@ -63,7 +53,7 @@ _no_average_with_token_loss = rule(
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
     # Megatron-FSDP has a wrapper of its own, which adds gradients up where the loss is per token.
-    applies=lambda view: bridge_is_silent_on_loss(view) and not view.megatron_fsdp,
+    applies=lambda view: view.bridge_is_silent_on_loss and not view.megatron_fsdp,
     holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
     sources=(core("distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"),),
     why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
@@ -114,7 +104,7 @@ _BY_ROW = "each row has a context-parallel size of its own"
     checks="a run gives each row a context-parallel size of its own only where that works",
     place="megatron.training.arguments.validate_args, on Megatron-LM's branch dev",
     applies=lambda view: view.dynamic_context_parallel,
-    sources=(SourceLine("energon_packing/megatron_lm/dataloader.py", "scheduler takes rows of text"),),
+    sources=(ours("megatron_lm/dataloader.py", "scheduler takes rows of text"),),
 )
 def _dynamic_context_parallel(view: RunView) -> Finding | None:
     reasons = {

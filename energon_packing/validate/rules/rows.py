@@ -12,10 +12,10 @@ from energon_packing.validate.rules.rule import (
     Finding,
     SourceLine,
     bridge,
-    bridge_is_silent_on_loss,
     bridges_rule,
     core,
     data_set_rule,
+    ours,
     qwen3_vl,
     rule,
     unless,
@@ -223,7 +223,7 @@ _tokens_weigh_the_same = warning_rule(
     order=1160,
     checks="a token weighs the same in every pack",
     place="Bridge's development branch asks it of its own online packing at any CP",
-    applies=lambda view: view.packed_not_natively and bridge_is_silent_on_loss(view),
+    applies=lambda view: view.packed_not_natively and view.bridge_is_silent_on_loss,
     holds=lambda view: view.calculate_per_token_loss,
     sources=(core("pipeline_parallel/schedules.py", "output_tensor /= torch.clamp(num_tokens, min=1)"),),
     why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
@@ -273,7 +273,7 @@ _weights_need_token_loss = rule(
     place="energon_packing.encoders.targets",
     applies=lambda view: view.dataset_kind == "packed_energon" and view.loss_weighting not in (None, "token"),
     holds=lambda view: view.calculate_per_token_loss,
-    sources=(SourceLine("energon_packing/encoders/targets.py", "divided by the sum of the weights."),),
+    sources=(ours("encoders/targets.py", "divided by the sum of the weights."),),
     why="loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the step, but "
     "calculate_per_token_loss is false: each pack would divide by its own sum",
     fix="set training.calculate_per_token_loss to true",
@@ -331,7 +331,7 @@ def _decay_over_the_run(view: RunView) -> Finding | None:
     checks="a step trains about as many samples as one of the recipe, whose learning rate it takes",
     place="energon_packing.bridge.dataset.use_packed_data",
     applies=lambda view: view.rows_are_packs and view.data is not None and view.recipe_batch_size is not None,
-    sources=(SourceLine("energon_packing/bridge/dataset.py", "number, which then counts packs instead of samples."),),
+    sources=(ours("bridge/dataset.py", "number, which then counts packs instead of samples."),),
 )
 def _samples_per_step(view: RunView) -> Finding | None:
     packs, samples, data = view.global_batch_size, view.recipe_batch_size, view.data
@@ -381,7 +381,7 @@ _longest_sample = warning_rule(
     place="energon_packing.encoders",
     applies=lambda view: view.data is not None,
     holds=lambda view: view.data is None or view.data.too_long == 0,
-    sources=(SourceLine("energon_packing/encoders/fitting.py", 'return SampleRejected("oversize"'),),
+    sources=(ours("encoders/fitting.py", 'return SampleRejected("oversize"'),),
     why="{view.data.too_long} of {view.data.measured} measured samples are longer than a row of "
     "{view.dataset_seq_length}; the longest has {view.data.longest} tokens",
     fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
@@ -430,7 +430,7 @@ _loader_memory = warning_rule(
     place="docs/correctness.md",
     applies=lambda view: loader_bytes(view) is not None,
     holds=lambda view: (loader_bytes(view) or 0) <= LARGEST_LOADER,
-    sources=(SourceLine("energon_packing/validate/rules/rows.py", "BYTES_A_SAMPLE = 5_200"),),
+    sources=(ours("validate/rules/rows.py", "BYTES_A_SAMPLE = 5_200"),),
     why=lambda view: (
         f"{view.workers} workers with windows of {view.window} samples take about "
         f"{(loader_bytes(view) or 0) / 2**30:.0f} GiB on each rank that reads"

@@ -57,6 +57,7 @@ def _line_of(folder: str, file: str, says: str, **versions: Any) -> SourceLine:
 core = partial(_line_of, "megatron/core")
 bridge = partial(_line_of, "megatron/bridge")
 qwen3_vl = partial(_line_of, "megatron/bridge/models/qwen_vl/modelling_qwen3_vl")
+ours = partial(_line_of, "energon_packing")
 attention = partial(_line_of, "transformer_engine/pytorch/attention/dot_product_attention")
 
 
@@ -135,11 +136,6 @@ data_set_rule = partial(bridges_rule, provider_escapes=True)
 def unless(holds: bool, *, why: str, fix: str) -> Finding | None:
     """Returns a finding, or None where the rule holds after all."""
     return None if holds else Finding(why=why, fix=fix)
-
-
-def bridge_is_silent_on_loss(view: RunView) -> bool:
-    """For rules about the loss where Bridge has none: at CP 1, and on data sets that escape its rules."""
-    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
 
 
 _REGISTRY: Registry[Rule] = Registry(

@@ -42,8 +42,7 @@ from energon_packing.validate.rules.rule import violations
 
 PAD_TO_MULTIPLE_OF = 128  # Bridge's default multiple for the width of single-sample rows
 PAD_TOKEN = 0
-"""Bridge's in-batch packer and padding use this token whatever the tokenizer's pad token is; every vocabulary has
-it."""
+"""Bridge's in-batch packer and padding use this whatever the tokenizer's pad token is; every vocabulary has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

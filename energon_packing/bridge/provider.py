@@ -205,10 +205,9 @@ _FRAMES = 60  # calls between Bridge's ``setup`` and a data set, at most
 
 
 def container_under_validation() -> ConfigContainer | None:
-    """Returns the ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
-    ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
-    where both are visible before any GPU is taken. It serves the rules; the layout is read later, see
-    `PackProvider.follow`."""
+    """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call. ``finalize()``
+    takes no argument, and a data set never learns of the model: the caller's frame is the only place where both are
+    visible before any GPU is taken. It serves the rules; the layout is read later, see `PackProvider.follow`."""
     selves = (variables.get("self") for variables in _callers(9))
     return next((container for container in selves if isinstance(container, ConfigContainer)), None)
 

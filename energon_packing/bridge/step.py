@@ -89,8 +89,7 @@ def forward_step(
 
 
 def log_kernel() -> None:
-    """Logs the kernel of the last attention of the run's first rank, each kernel once; nothing without Transformer
-    Engine."""
+    """Logs the kernel of the last attention of the first rank, each once; nothing without Transformer Engine."""
     chosen = getattr(sys.modules.get(_CHOOSES), "_attention_backends", {})
     for name in ("flash", "fused", "unfused"):
         if chosen.get(f"use_{name}_attention") and get_rank_safe() == 0:

@@ -200,10 +200,8 @@ def _read_dataset_info(path: Path, dataset: str, sources: tuple[Path, ...], give
     entry = read_dataset_info(path, dataset)
     if given["kto_label"] != entry.kto_label:
         if entry.kto_label is None:
-            raise ConfigError(
-                f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or "
-                "add it to the entry"
-            )
+            fix = "leave the option out, or add it to the entry"
+            raise ConfigError(f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; {fix}")
         raise ConfigError(  # unwanted answers come in only where the user says so
             f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "
             f"cross-entropy would train both; add --kto-label {entry.kto_label} to keep the labels, which "

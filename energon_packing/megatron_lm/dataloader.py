@@ -75,10 +75,8 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
 
     row = next(data_iterator)
     if not isinstance(row, PackedBatch):
-        raise PackingError(
-            f"the data iterator returned a {type(row).__name__}, not a packed row; pass the provider of "
-            "energon_packing.megatron_lm to pretrain()"
-        )
+        fix = "pass the provider of energon_packing.megatron_lm to pretrain()"
+        raise PackingError(f"the data iterator returned a {type(row).__name__}, not a packed row; {fix}")
     row = widened(row, width(row.total_tokens))
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -253,6 +251,7 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         writer.flush()
 
 
+ROWS_OF_TEXT = "Megatron-Core's scheduler takes rows of text with positions of one axis"
 BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 """What a stage without embedding, output layer and MTP reads of a row."""
 
@@ -328,10 +327,8 @@ def core_row(batch: PackedBatch) -> dict[str, torch.Tensor]:
     between segments, and routers to skip it. Raises PackingError: the row has media, positions of three axes, or fields
     that Core would leave out."""
     if batch.visual_inputs or batch.extra or batch.position_ids.dim() != 2:
-        raise PackingError(
-            "Megatron-Core's scheduler takes rows of text with positions of one axis; remove "
-            "--sequence-packing-scheduler, or media, encoder.extra_fields and encoder.position_ids"
-        )
+        fix = "remove --sequence-packing-scheduler, or media, encoder.extra_fields and encoder.position_ids"
+        raise PackingError(f"{ROWS_OF_TEXT}; {fix}")
     physical = batch.boundaries
     lengths = physical.diff()
     lengths[:] = 0
@@ -402,9 +399,8 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron-LM's function of this name, with our argument group and our checks. ``--dataloader-type`` is
-    ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed rows; raised before any
-    process group exists."""
+    """Megatron-LM's function of this name, with our arguments and checks. ``--dataloader-type`` is ``external`` unless
+    given. Raises ConfigError, before any process group exists: arguments that cannot work with packed rows."""
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
     theirs = extra_args_provider or (lambda parser: parser)
@@ -444,19 +440,15 @@ def train_valid_test_datasets_provider(
     if scheduler:
         path = config.data.path
         if not has_global_packs(path):
-            raise ConfigError(
-                f"--sequence-packing-scheduler packs rows again, and {path} is no plan, which says what it would "
-                "schedule; remove it, or plan the data set."
-            )
+            why = f"{path} is no plan, which says what it would schedule; remove it, or plan the data set."
+            raise ConfigError(f"--sequence-packing-scheduler packs rows again, and {why}")
         facts = plan_behind(path).facts
         media = [each["name"] for each in facts.summary.get("datasets", ()) if each.get("rows_with_media")]
         encoder = config.encoder
         if media or encoder.position_ids == "mrope" or encoder.extra_fields:
             has = f"{media[0]} has media" if media else "the run has encoder.position_ids mrope or extra_fields"
-            raise ConfigError(
-                f"Megatron-Core's scheduler takes rows of text with positions of one axis, and {has}; "
-                "remove --sequence-packing-scheduler and --dynamic-context-parallel (docs/dynamic_context.md)."
-            )
+            fix = "remove --sequence-packing-scheduler and --dynamic-context-parallel (docs/dynamic_context.md)."
+            raise ConfigError(f"{ROWS_OF_TEXT}, and {has}; {fix}")
         install(scheduler)
     data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=dynamic)
     groups = SimpleNamespace(

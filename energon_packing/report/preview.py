@@ -350,9 +350,8 @@ def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], config:
     places = sorted({round(part * last / (FRAMES - 1)) for part in range(FRAMES)}) if last >= 0 else ()
     indices = [plan.frame_indices[place] for place in places]
     if media.frame_names:
-        return decode_frame_files(
-            read, [media.frame_names[index] for index in indices], max_pixels=max_pixels, on_white=on_white
-        )
+        names = [media.frame_names[index] for index in indices]
+        return decode_frame_files(read, names, max_pixels=max_pixels, on_white=on_white)
     return decode_frames(read(media.name), sorted(set(indices)), max_pixels=max_pixels)
 
 

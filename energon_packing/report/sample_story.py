@@ -76,10 +76,8 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     if not places and not any(event.outcome == "rejected" for event in events):
         stored = key_of_id(key)
         hint = f" A key has only A-Z, a-z, 0-9, - and _: try {stored!r}." if stored not in (key, "record") else ""
-        raise UserError(
-            f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject "
-            f"either.{hint}"
-        )
+        lacks = f"{path} has no sample of that key in any split, and no reject either."
+        raise UserError(f"Nothing is known about {key!r}: {lacks}{hint}")
     return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 

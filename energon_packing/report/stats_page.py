@@ -123,8 +123,7 @@ def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def mix_cells(mix: Sequence[Mapping[str, Any]], batch: int = 1) -> list[tuple[str, ...]]:
-    """Of each epoch or stage of a plan, its steps of `batch` packs, and the share of tokens of each data set, as
-    texts."""
+    """Of each epoch or stage of a plan, as texts: steps of `batch` packs, and each data set's share of tokens."""
     begins = [0, *(each["packs"] for each in mix)]
     return [
         (

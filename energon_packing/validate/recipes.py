@@ -35,10 +35,9 @@ SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
 
 
 def container_of_recipe(name: str, model_configs: Path | None) -> Any:
-    """Returns the ``ConfigContainer`` that a recipe function (``module:function``) returns; modules of the current
-    folder are found as with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used
-    instead of the hub if it has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge
-    cannot be imported."""
+    """The ``ConfigContainer`` of a recipe function (``module:function``); modules of the current folder are found as
+    with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used instead of the hub if it
+    has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge cannot be imported."""
     from unittest import mock
 
     module_name, _, function_name = name.partition(":")

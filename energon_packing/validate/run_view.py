@@ -341,8 +341,7 @@ class RunView:
     def as_wide_as_its_samples(self) -> bool:
         """Whether a collator joins the samples of a micro-batch into a row without a fixed width. Bridge's
         ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
-        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the
-        setting."""
+        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads it."""
         elsewhere = self.enable_offline_packing or self.defer_in_batch_packing_to_step
         own_packer = self.dataset_kind != "packed_energon" and self.family.startswith("nemotronomni")
         return self.enable_in_batch_packing and not elsewhere and not own_packer

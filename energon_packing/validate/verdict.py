@@ -250,10 +250,8 @@ def _equivalent_dataset(view: RunView) -> Any:
 def _equivalent_task_encoder(settings: type) -> Any:
     """Stand-in settings for one of Bridge's task encoders; only their class is read."""
     values = {"str": "unused", "int": 1, "float": 1.0, "bool": False, "tuple[str, ...]": ("pixel_values",)}
-    needed = [entry for entry in dataclasses.fields(settings) if entry.default is dataclasses.MISSING]
-    return settings(
-        **{entry.name: values[getattr(entry.type, "__name__", str(entry.type))] for entry in needed if entry.init}
-    )
+    needed = [each for each in dataclasses.fields(settings) if each.default is dataclasses.MISSING and each.init]
+    return settings(**{each.name: values[getattr(each.type, "__name__", str(each.type))] for each in needed})
 
 
 def believed_world_size(size: int) -> contextlib.AbstractContextManager[Any]:

@@ -215,10 +215,8 @@ def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> 
         elif compat == "bridge" and name == "latent" and size > BRIDGE_LARGEST_LATENT:
             wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
     if compat != "none" and len(text) > BRIDGE_TEXT_LENGTH:
-        wrong = wrong or (
-            f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, "
-            "or pack with compat='none'"
-        )
+        most = f"the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, or pack with compat='none'"
+        wrong = wrong or f"its text has {len(text)} tokens, more than {most}"
     if wrong:
         raise PackingError(f"sample {sample.key}: {wrong}")
     try:

@@ -212,7 +212,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a schedule that is overridden is not told",
         test=SCHEDULE,
         oracle="Bridge's own computation of the steps",
-        edits=(("validate/rules/rows.py", "if 2 * decay < run:", "if 2 * decay > run:"),),
+        edits=(("validate/rules/steps.py", "if 2 * decay < run:", "if 2 * decay > run:"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -104,9 +104,8 @@ def _plain(error: Exception) -> str:
 
 
 def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
-    """Returns one or more looks per id of `LOOKS`, in that order, for ``data_parallel`` ranks that read different
-    samples. Downloads and decodes nothing, starts no process. torch, transformers and Energon are imported only where
-    the run names a processor."""
+    """One or more looks per id of `LOOKS`, in order, for ``data_parallel`` ranks that read different samples. Downloads
+    and decodes nothing, starts no process. torch, transformers and Energon are imported only for a named processor."""
     if reads.config is None:
         why = "its settings cannot be used" if reads.problem else reads.unread
         looks = [Look(id=id, at="the run", outcome="not looked at", why=why) for id in LOOKS]

@@ -141,10 +141,8 @@ _deepstack_gradient = rule(
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 compared with 2.5443. No known
     # version has equal gradients; the first that does ends this rule.
-    why = (
-        f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
-        "own stretch of the row for the deepstack features, and Bridge never adds them up"
-    )
+    own = "its own stretch of the row for the deepstack features, and Bridge never adds them up"
+    why = f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of {own}"
     fix = "set sequence_parallel to false"
     if view.model_forces_sequence_parallel:  # how to avoid TP is the user's decision
         why += "; the provider of the mixture of experts turns it on at TP > 1 whatever is set"

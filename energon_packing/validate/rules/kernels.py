@@ -33,10 +33,8 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if view.rows_of_one_width:
         width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
-    why = (
-        f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
-        f"over {shards} ranks"
-    )
+    spread = f"{what} are spread over {shards} ranks"
+    why = f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {spread}"
     fix = f"set pad_to_max_length to true and seq_length to {view.next_length(needed * shards)}"
     if not view.as_wide_as_its_samples or width % (needed * shards) == 0:
         return unless(width % (needed * shards) == 0, why=why, fix=fix)
@@ -104,8 +102,7 @@ def _attention_of(view: RunView, kind: str) -> Attention:
 
 
 def kernels_of(view: RunView, machine: Machine, **changes: Any) -> tuple[list[str], str]:
-    """Returns the kernels that compute a run's attention, maybe with ``changes``, on a machine, and why the others do
-    not."""
+    """The kernels that compute a run's attention, maybe with ``changes``, on a machine, and why the others do not."""
     chosen = {"flash": "Flash", "fused": "cuDNN", "unfused": "unfused"}.get(view.attention_backend or "", "")
     why = {kernel: "is not the attention_backend" for kernel in KERNELS if not kernel.startswith(chosen)}
     for name, value in view.kernel_variables:
@@ -160,9 +157,8 @@ def _attention_kernel(view: RunView) -> Finding | None:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
     elif view.attention_backend in (None, "auto"):
         later = any(kernels_of(view, machine, **comm)[0] for machine in newest)
-        fix = (
-            f"install later versions, as {newest[0]} has" if later else "use another GPU, or train this model unpacked"
-        )
+        fix = "use another GPU, or train this model unpacked"
+        fix = f"install later versions, as {newest[0]} has" if later else fix
     return Finding(why=f"no kernel on {on} computes the attention of these rows: {why}", fix=fix)
 
 

@@ -11,16 +11,7 @@ import functools
 import math
 import re
 
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    attention,
-    bridge,
-    bridges_rule,
-    data_set_rule,
-    rule,
-    unless,
-)
+from energon_packing.validate.rules.rule import Finding, SourceLine, attention, bridge, bridges_rule, rule, unless
 from energon_packing.validate.run_view import OLD_NAMES, PACKING_STEPS, RunView, installed_version
 
 
@@ -298,12 +289,15 @@ _OURS = "take energon_packing.bridge.dataset.use_packed_data"
 
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"  # the only task encoder of Bridge 0.7 with the hooks for online packing
 
-_native_rule = functools.partial(data_set_rule, since=(0, 7), applies=lambda view: view.packs_natively)
+_native_rule = functools.partial(
+    bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively
+)
 _of_data_set = functools.partial(_native_rule, place=_dataset)
 
-_buffer_size = data_set_rule(
+_buffer_size = bridges_rule(
     id="bridge/native-buffer-size",
     order=80,
+    provider_escapes=True,
     checks="Bridge's own packing chooses from a buffer of samples",
     place=_dataset,
     applies=lambda view: view.dataset_kind == "energon" and view.packing_buffer_size is not None,
@@ -401,9 +395,8 @@ _no_mtp = _native_rule(
 def _no_graphs(view: RunView) -> Finding | None:
     graphs = {"cuda_graph_impl": view.cuda_graph_impl, "vision_cuda_graph_impl": view.vision_cuda_graph_impl}
     used = [f"{name} is {value!r}" for name, value in graphs.items() if value != "none"]
-    return unless(
-        not used, why=f"{' and '.join(used)}, and Bridge's own packing refuses CUDA graphs", fix="set both to 'none'"
-    )
+    why = f"{' and '.join(used)}, and Bridge's own packing refuses CUDA graphs"
+    return unless(not used, why=why, fix="set both to 'none'")
 
 
 _no_dist_train = _native_rule(

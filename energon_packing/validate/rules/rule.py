@@ -42,9 +42,8 @@ class Versioned:
 
 @dataclass(frozen=True, slots=True)
 class SourceLine(Versioned):
-    """The place of a rule in the source of the program that it is about: a file from the root of its package
-    (``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``), and a text that it contains, part of
-    one line."""
+    """A rule's place in the source of the program that it is about: a file from the root of its package
+    (``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``), and a text of it, part of one line."""
 
     file: str
     says: str
@@ -173,9 +172,8 @@ class Judgement:
 
 
 def judge(view: RunView) -> list[Judgement]:
-    """Returns one judgement per rule on a run, in the order of `all_rules`. The first error among those with
-    ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own
-    text data sets."""
+    """One judgement per rule on a run, in the order of `all_rules`. The first error among those with ``bridge_says`` is
+    what Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for its text data sets."""
     judgements = []
     for rule in all_rules():
         concerned = rule.concerns(view)

@@ -392,10 +392,9 @@ class PackProvider(DatasetProvider):
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:
-        """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
-        Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
-        which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
-        on every rank."""
+        """Sets the evaluation's groups (a ``ProcessGroupCollection``) where they differ from the training's. Bridge
+        reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``, which the
+        caller sets, and never tells a data set. Call this there, on every rank, before the iterators are built."""
         self._evaluation_groups = groups
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:

@@ -121,8 +121,7 @@ def starting(what: str, *, quiet: bool) -> None:
 
 
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":
-    """A pack for a terminal of any width: its segments, and lines about the whole of it. Everything folds, nothing is
-    cut off by a column."""
+    """A pack for a terminal of any width: its segments, and lines about it. Everything folds, nothing is cut off."""
     from rich.panel import Panel
 
     grid = Table.grid(padding=(0, 1))

@@ -101,8 +101,7 @@ class Auditing:
         return f"reading {task.source.name} from record {task.first} on"
 
     def do(self, task: Chunk) -> ChunkAudit:
-        """Parses and checks the records of a chunk and the media that they name; raises `UserError` for a source that
-        cannot be read."""
+        """Parses and checks the records of a chunk and their media; raises `UserError` for an unreadable source."""
         began = time.monotonic()
         assert self._spool is not None, "the worker has not begun"
         audit = ChunkAudit(spool=self._number, offset=self._spool.tell())

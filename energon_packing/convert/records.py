@@ -322,8 +322,7 @@ def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS)
 
 
 def unlisted(raw: RawRecord) -> Iterable[RawRecord]:
-    """The samples of a record that is a list of them, as ``pack_data.py`` of Qwen's finetuning code writes its packs;
-    any other record itself."""
+    """The samples of a record that is a list of them, as Qwen's ``pack_data.py`` writes packs; any other itself."""
     if not isinstance(raw.value, list) or not any(isinstance(each, dict) and has_turns(each) for each in raw.value):
         return (raw,)
     return (replace(raw, value=each, where=f"{raw.where}[{at}]") for at, each in enumerate(raw.value))
@@ -466,8 +465,7 @@ def _text_turns(messages: list[Any], role_field: str, content_field: str) -> byt
 
 @lru_cache(maxsize=4096)
 def _beginnings(names: tuple[str, ...]) -> tuple[bytes, ...] | None:
-    """The JSON of each turn up to its text; None if the order of the roles is worth a warning or a rejection, or if a
-    turn holds calls."""
+    """The JSON of each turn up to its text; None for an order of roles worth a warning or rejection, and for calls."""
     roles = [ROLE_OF.get(name) for name in names]
     if None in roles or "assistant" not in roles or "system" in roles[1:] or "function_call" in names:
         return None

@@ -164,8 +164,7 @@ def publish(build: Path, out: Path) -> None:
 
 
 def fetched(source: SourceFile, scratch: Path) -> SourceFile:
-    """A source as a file of this machine: itself, or a copy of one in an object store. Raises OSError: this machine's
-    disk takes no more."""
+    """A source as a file of this machine: itself, or a copy of one in a store. Raises OSError: the disk is full."""
     if source.address is None:
         return source
     try:

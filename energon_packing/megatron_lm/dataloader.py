@@ -343,8 +343,7 @@ def core_row(batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 
 def install(name: str) -> None:
-    """Takes the place of Core's scheduler ``name``, as ``--sequence-packing-scheduler`` calls it. Raises ConfigError:
-    Core has none of that name."""
+    """Replaces Core's scheduler ``name`` of ``--sequence-packing-scheduler``. Raises ConfigError: Core has none."""
     from megatron.core.datasets import data_schedule
 
     schedulers = getattr(data_schedule, "scheduler_map", {})  # none before August 2026, nor in Core 0.19

@@ -32,9 +32,8 @@ __all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
     """One micro-batch forward, as Megatron-LM's schedules call it, of a ``LLaVAModel`` or a model with Hugging Face's
-    argument names, wrapped or not. Returns token losses on the last stage, hidden states elsewhere; and the loss
-    function. Raises ConfigError: a schedule plan is requested, which takes no boundaries, or the processor does not fit
-    the model."""
+    names, wrapped or not. Returns token losses on the last stage, hidden states elsewhere, and the loss function.
+    Raises ConfigError: a schedule plan is requested, which takes no boundaries, or the processor does not fit."""
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
     inner = innermost(model)

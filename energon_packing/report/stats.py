@@ -164,8 +164,7 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
 
 
 def _mark_error(samples: StatsSamples, array: np.ndarray, mark: int) -> float | None:
-    """How far the further end of the 95 % interval of a percentile is, from the order of the samples; None if it is
-    beyond those measured."""
+    """How far the further end of a percentile's 95 % interval is, from the samples' order; None beyond them."""
     if samples.whole:
         return 0.0
     half = Z * math.sqrt(mark / 100 * (1 - mark / 100) / array.size * (1 - samples.measured / samples.total))

@@ -160,8 +160,7 @@ def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
 
 
 def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there. Raises ConfigError: the
-    given path is not a folder."""
+    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads a folder's models. Raises ConfigError: no folder."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} with model configurations.")
     from unittest import mock
@@ -179,8 +178,7 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, on a machine without CUDA, recipes that choose by the GPU (dispatchers of experts) and Bridge's
-    ``validate()`` see an H100."""
+    """Inside the block, without CUDA, recipes that choose by the GPU and Bridge's ``validate()`` see an H100."""
     from unittest import mock
 
     import torch

@@ -42,9 +42,8 @@ def cached_directory(name: str) -> Path | None:
 
 
 def offline() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block everything is loaded from this machine or not at all, repository code (``auto_map``) included.
-    ``local_files_only`` does not reach everything that transformers loads with a processor; the hub's own switch
-    does."""
+    """Inside the block all is loaded from this machine or not at all, repository code (``auto_map``) included.
+    ``local_files_only`` does not reach all that transformers loads with a processor; the hub's own switch does."""
     from unittest import mock
 
     from huggingface_hub import constants

@@ -106,9 +106,8 @@ _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_pad
 
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
-    """Returns positions of clips in an order in which neither attention hides its padding; if possible the given one.
-    ``patches`` and ``text_tokens`` are those of each clip; both are padded to a multiple of ``multiple``, clip by
-    clip."""
+    """Positions of clips in an order in which neither attention hides its padding; if possible the given one.
+    ``patches`` and ``text_tokens`` are those of each clip; both are padded to a ``multiple``, clip by clip."""
     order = list(range(len(patches)))
     if len(order) > 1 and _hidden(patches, text_tokens, multiple):
         order[-2:] = reversed(order[-2:])

@@ -21,9 +21,8 @@ _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocess
 
 
 def look_at_processor(config: EncoderConfig, place: str, template_place: str) -> tuple[list[Look], Any]:
-    """Loads the processor from this machine, and builds the encoder of the run on it. Returns the looks at processor
-    and chat template, which the run calls ``place`` and ``template_place``, and the processor: None unless both ended
-    with ``ok``."""
+    """Loads the processor from this machine, and builds the run's encoder on it. Returns looks at processor and
+    template, which the run calls ``place`` and ``template_place``, and the processor: None unless both are ``ok``."""
     name, own = config.processor, config.chat_template is None
     outcome, why, fix, processor = _processor(config)
     look = Look("processor", f"{place}: {name}" if name else place, outcome, why, fix)

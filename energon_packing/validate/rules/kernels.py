@@ -51,10 +51,9 @@ def _fp8_multiple(view: RunView) -> Finding | None:
 
 
 def machine_of(gpu: str | None, versions: str) -> Machine | None:
-    """Returns the GPU, and the versions beside it, that a run is judged for; None without a GPU. ``gpu`` is a name of
-    `GPUS`, or None for the one of this machine; ``versions`` are such as ``te=2.18,cudnn=9.19,flash=2+3``, others those
-    installed here, or assumed. Raises ConfigError: no such GPU, or a version that cannot be read or precedes the
-    table."""
+    """The GPU, and the versions beside it, that a run is judged for; None without a GPU. ``gpu`` is a name of `GPUS`,
+    or None for this machine's; ``versions`` are such as ``te=2.18,cudnn=9.19,flash=2+3``, others those installed here,
+    or assumed. Raises ConfigError: no such GPU, or a version that cannot be read or precedes the table."""
     sm = next((sm for names, sm in GPUS.items() if gpu and gpu.lower() in names.split()), None)
     if gpu and sm is None:
         raise ConfigError(f"--gpu {gpu} is none of {', '.join(' '.join(GPUS).split())}.")

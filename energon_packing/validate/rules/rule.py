@@ -114,8 +114,7 @@ def rule(
     **settings: Any,
 ) -> Any:
     """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`.
-    With ``why`` and ``fix`` (texts, in which ``{view.model}`` stands for the run's, or functions that return them) it
-    returns the rule itself."""
+    With ``why`` and ``fix`` (texts, where ``{view.model}`` is the run's, or functions) it is the rule itself."""
     of = partial(Rule, applies=applies, holds=holds, **settings)
 
     def finding(view: RunView) -> Finding:

@@ -383,12 +383,11 @@ class PackProvider(DatasetProvider):
         )
 
     def follow(self, container: ConfigContainer) -> None:
-        """Sets the run to whose layout rows are aligned. The layout is read when the iterators are built. Bridge does
-        not tell a data set about sequence parallelism or the evaluation's context parallelism, and models change the
-        former in their own ``finalize()``, which runs after the data set's. `use_packed_data` and ``validate()`` call
-        this; if neither does, call it yourself, for example in an ``on_data_init_start`` callback. Without a run, rows
-        are aligned as if there were sequence parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, and a
-        warning says so."""
+        """Sets the run to whose layout, read when the iterators are built, rows are aligned. Bridge does not tell a
+        data set about sequence parallelism or the evaluation's context parallelism, and models change the former in
+        their own ``finalize()``, which runs after the data set's. `use_packed_data` and ``validate()`` call this; if
+        neither does, call it yourself, as in an ``on_data_init_start`` callback. Without a run, rows are aligned as if
+        there were sequence parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, with a warning."""
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:

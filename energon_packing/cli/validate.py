@@ -119,13 +119,8 @@ def validate(
     source = run_source(given, **of_source)
     if measure is not None:
         source.measure(measure)
-    view = source.view().changed(
-        gpu_memory=gpu_memory * GB,
-        machine=machine_of(gpu, kernels),
-        kernel_variables=tuple(
-            (name, os.environ[name]) for name in KERNEL_VARIABLES if os.environ.get(name, "1") != "1"
-        ),
-    )
+    chosen = tuple((name, os.environ[name]) for name in KERNEL_VARIABLES if os.environ.get(name, "1") != "1")
+    view = source.view().changed(gpu_memory=gpu_memory * GB, machine=machine_of(gpu, kernels), kernel_variables=chosen)
     judgements = judge(view)
     rules = [
         {"rule": each.rule.id, "verdict": each.outcome, "checks": each.rule.checks}

@@ -378,10 +378,9 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     folder = args.dataloader_save or os.path.join(args.load or args.save, BESIDE_MODEL)
     named: dict[str, Any] = {"basename": f"train_dataloader_dprank{data_parallel_rank or 0:03d}.pt"}
     named |= {"tensor_rank": 0, "pipeline_rank": 0, "expert_parallel": False, "expert_rank": 0}
-    own, *others = (
-        Path(get_checkpoint_name(folder, args.iteration, pipeline_parallel=pipelined, **named))
-        for pipelined in ((None, False, True) if data_parallel_rank is None else (None,))
-    )
+    pipelined = (None, False, True) if data_parallel_rank is None else (None,)
+    files = (get_checkpoint_name(folder, args.iteration, pipeline_parallel=each, **named) for each in pipelined)
+    own, *others = map(Path, files)
     file = next((path for path in (own, *others) if path.is_file()), own)
     state = read_state(
         file,

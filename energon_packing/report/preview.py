@@ -157,24 +157,21 @@ def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tu
 
 
 def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> dict[str, Any]:
-    """Describes one pack of a loader, whose configured width is ``seq_length``.
+    """Describes one pack of a loader, whose configured width is ``seq_length``, as plain values: ``index`` in its
+    worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``, their share of the configured
+    width; ``boundaries`` and ``padded_boundaries``: ``cu_seqlens`` and ``cu_seqlens_padded`` (None: nothing lies
+    between samples); ``max_seqlen``; ``positions``: shape of ``position_ids``; ``dropped``: what the ledger noted since
+    the last pack; ``segments`` in row order, each with
 
-    Returns:
-        Plain values: ``index`` in its worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``,
-        their share of the configured width; ``boundaries`` and ``padded_boundaries``: ``cu_seqlens`` and
-        ``cu_seqlens_padded`` (None: nothing lies between samples); ``max_seqlen``; ``positions``: shape of
-        ``position_ids``; ``dropped``: what the ledger noted since the last pack; ``segments`` in row order, each with
-
-        * ``key`` (empty for a filler and for the masked tail of a row of fixed width), ``filler``: whether it is the
-          dummy image of a pack without media;
-        * ``start`` in the row, real ``tokens``, ``padding`` after them, ``trained`` targets, their ``weight``;
-        * ``media``: what it gives the vision encoder. If the family keeps media in one piece, one entry per image or
-          video: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one
-          entry for all tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images
-          (height, width; if the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their
-          runs of placeholders, and ``label``, the entry in a few words;
-        * ``text``: pieces with ``text`` and ``trained``; runs of media tokens are written as ``<token>*n``.
-    """
+    * ``key`` (empty for a filler and for the masked tail of a row of fixed width), ``filler``: whether it is the dummy
+      image of a pack without media;
+    * ``start`` in the row, real ``tokens``, ``padding`` after them, ``trained`` targets, their ``weight``;
+    * ``media``: what it gives the vision encoder. If the family keeps media in one piece, one entry per image or video:
+      ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one entry for all
+      tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images (height, width; if the
+      family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their runs of placeholders, and
+      ``label``, the entry in a few words;
+    * ``text``: pieces with ``text`` and ``trained``; runs of media tokens are written as ``<token>*n``."""
     batch = pack.batch
     real, physical = batch.cu_seqlens.tolist(), batch.boundaries.tolist()
     tokens, weights, trained = batch.tokens[0].numpy(), batch.loss_mask[0].numpy(), trained_tokens(batch)
@@ -327,9 +324,8 @@ class WatchedTaskEncoder(PackingTaskEncoder):
         read = functools.partial(read_media, sample.store)
         for segment in () if sample.measured is None else sample.measured.segments:
             if isinstance(segment, Measured) and segment.media and segment.key not in self.shown:
-                self.shown[segment.key] = tuple(
-                    self._shown(media, plan, read) for media, plan in zip(segment.media, segment.plans, strict=True)
-                )
+                planned = zip(segment.media, segment.plans, strict=True)
+                self.shown[segment.key] = tuple(self._shown(media, plan, read) for media, plan in planned)
         return rendered
 
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:

@@ -327,6 +327,8 @@ def recommendation(
         "packing.oversize": "split" if splits else None,
         "packing.balance_window": BALANCE_WINDOW if balances else None,
     }
+    hope = f"rows of {longer} would lose at most {share:.2%}."
+    hope = hope if longer > row else "no longer row is known to lose less."
     reasons = {
         f"Packing {helps}: packed rows are {_percent(chosen, 'fill')} full, micro-batches of {PADDED} samples padded "
         f"to the longest {_percent(chosen, 'padded')}, and rows of one sample {_percent(chosen, 'alone')}.": True,
@@ -336,12 +338,7 @@ def recommendation(
         f"{_percent(best, 'fill')}.": chosen is not best,
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
-        f"{_percent(best, 'lost')} of the tokens are in no row; "
-        + (
-            f"rows of {longer} would lose at most {share:.2%}."
-            if longer > row
-            else "no longer row is known to lose less."
-        ): loses,
+        f"{_percent(best, 'lost')} of the tokens are in no row; {hope}": loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),

@@ -224,10 +224,8 @@ def _quantity(name: str, found: Mapping[str, Any]) -> str:
         if found[f"{key}_error"] is not None
     )
     total = "" if name == "trained_share" else f"; {number(found['sum'], found['sum_error'])} in all"
-    chart = _bars(
-        [(bin_name(each, name), each["share"], each["error"]) for each in found["histogram"]],
-        label=f"{title}: share of samples by {unit}",
-    )
+    bars = [(bin_name(each, name), each["share"], each["error"]) for each in found["histogram"]]
+    chart = _bars(bars, label=f"{title}: share of samples by {unit}")
     return (
         f"<section class=card><h3>{escaped(title)}</h3><p class=soft>{escaped(facts + total)}</p>{chart}"
         f"<p class=soft>{escaped(unit)}, share of samples</p></section>"

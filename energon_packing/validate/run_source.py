@@ -392,7 +392,7 @@ def run_source(
     name = given[0]
     if len(given) > 1 and not name.startswith("--"):
         raise ConfigError(f"One run at a time: {' '.join(given[:3])}. Megatron-LM arguments begin with --.")
-    path = Path(name)
+    path, of_run = Path(name), dict[str, Any](world_size=world_size, step=step)
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
     except OSError as error:
@@ -404,12 +404,12 @@ def run_source(
         if overrides:
             raise ConfigError("--set does not apply to Megatron-LM arguments; change the arguments.")
         if name.startswith("--"):
-            return ArgumentsRun(name="arguments", words=list(given), world_size=world_size, step=step)
+            return ArgumentsRun(name="arguments", words=list(given), **of_run)
         try:  # written as on a command line, with # comments and continued lines
             words = shlex.split(path.read_text(encoding="utf-8-sig").replace("\\\n", " "), comments=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as a list of arguments: {error}.") from error
-        return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)
+        return ArgumentsRun(name=name, words=words, **of_run)
     if _RECIPE.match(name) and not path.exists():
         container, kind = recipes.container_of_recipe(name, model_configs), "Bridge recipe"
     elif re.search(r"^_target_:", text, re.MULTILINE):
@@ -419,6 +419,4 @@ def run_source(
     else:
         sets = overrides if step is None else (*overrides, f"training.step={step}")
         return YamlRun(name=name, overrides=sets, world_size=world_size, model_configs=model_configs)
-    return ContainerRun(
-        name=name, kind=kind, overrides=overrides, world_size=world_size, step=step, container=container
-    )
+    return ContainerRun(name=name, kind=kind, overrides=overrides, container=container, **of_run)

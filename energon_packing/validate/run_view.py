@@ -40,10 +40,9 @@ OLD_NAMES = {
 
 
 def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
-    """A field of the view: its default where a source does not state it, and the places where sources do: its path in a
-    ``ConfigContainer`` (``final`` is the model's provider after its ``finalize()``) and in a `RunConfig`, and its
-    argument of Megatron-LM (True where it has Bridge's name). A path that ends in a dot goes on with the field's
-    name."""
+    """A field of the view: its default where no source states it, and the places where they do: its path in a
+    ``ConfigContainer`` (``final`` is the provider after its ``finalize()``) and in a `RunConfig`, and its argument of
+    Megatron-LM (True where it has Bridge's name). A path that ends in a dot goes on with the field's name."""
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
 
 

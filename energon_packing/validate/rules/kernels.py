@@ -39,15 +39,10 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     if not view.as_wide_as_its_samples or width % (needed * shards) == 0:
         return unless(width % (needed * shards) == 0, why=why, fix=fix)
     # Without in-batch packing Bridge's data set is unpacked: the user decides.
-    named = (
-        "in-batch packing off (mode 'packs')"
-        if view.dataset_kind == "packed_energon"
-        else "enable_in_batch_packing off"
-    )
-    return Finding(
-        why=f"{why}; pad_to_max_length does not widen rows that are packed in the batch",
-        fix=f"turn {named} and {fix}, or compute without fp8",
-    )
+    ours = view.dataset_kind == "packed_energon"
+    named = "in-batch packing off (mode 'packs')" if ours else "enable_in_batch_packing off"
+    why += "; pad_to_max_length does not widen rows that are packed in the batch"
+    return Finding(why=why, fix=f"turn {named} and {fix}, or compute without fp8")
 
 
 def machine_of(gpu: str | None, versions: str) -> Machine | None:
@@ -171,11 +166,9 @@ def _attention_kernel(view: RunView) -> Finding | None:
 )
 def _context_parallel_kind(view: RunView) -> Finding | None:
     others = [kind for kind in ("p2p", "a2a", "all_gather") if not _kind_refused(view, kind)]
-    return unless(
-        _kind_refused(view) == "",
-        why=f"cp_comm_type {view.comm_types[0]!r} {_kind_refused(view)}",
-        fix=f"set parallel.cp_comm_type to {' or '.join(others)}" if others else "train without context parallelism",
-    )
+    said = _kind_refused(view)
+    fix = f"set parallel.cp_comm_type to {' or '.join(others)}" if others else "train without context parallelism"
+    return unless(said == "", why=f"cp_comm_type {view.comm_types[0]!r} {said}", fix=fix)
 
 
 _fp8_attention = rule(

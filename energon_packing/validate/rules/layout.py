@@ -18,12 +18,10 @@ from energon_packing.validate.run_view import RunView, smallest_world_size
 )
 def _global_batch(view: RunView) -> Finding | None:
     rows = view.micro_batch_size * view.data_parallel or 1  # too few GPUs: bridge/world-size speaks
-    return unless(
-        view.global_batch_size % rows == 0,
-        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch "
-        f"{view.micro_batch_size} x data parallel {view.data_parallel} = {rows}",
-        fix=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
-    )
+    sizes = f"micro-batch {view.micro_batch_size} x data parallel {view.data_parallel} = {rows}"
+    why = f"global_batch_size {view.global_batch_size} is not divisible by {sizes}"
+    fix = f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}"
+    return unless(view.global_batch_size % rows == 0, why=why, fix=fix)
 
 
 def _unless_whole_groups(view: RunView, size: int, sizes: str, more: str = "") -> Finding | None:
@@ -76,11 +74,9 @@ def _core_slices_packs(view: RunView) -> Finding | None:
         return None
     release = tuple(int(number or 0) for number in found.groups()[:3])
     # In the order of versions, a pre-release of 0.18.0 precedes it.
-    return unless(
-        release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None),
-        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
-        fix="install megatron-core 0.18 or later",
-    )
+    slices = release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None)
+    why = f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}"
+    return unless(slices, why=why, fix="install megatron-core 0.18 or later")
 
 
 _hybrid_context_parallel = rule(
@@ -193,13 +189,10 @@ _hierarchical_sizes_present = bridges_rule(
     bridge_says=("Product of hierarchical_context_parallel_sizes",),
 )
 def _hierarchical_sizes_product(view: RunView) -> Finding | None:
-    sizes = view.hierarchical_context_parallel_sizes or ()
-    return unless(
-        view.hierarchical_context_parallel_sizes is None or math.prod(sizes) == view.context_parallel,
-        why=f"hierarchical_context_parallel_sizes {list(sizes)} multiply to {math.prod(sizes)}, CP is "
-        f"{view.context_parallel}",
-        fix=f"choose sizes whose product is {view.context_parallel}",
-    )
+    sizes, cp = view.hierarchical_context_parallel_sizes, view.context_parallel
+    product = cp if sizes is None else math.prod(sizes)
+    why = f"hierarchical_context_parallel_sizes {list(sizes or ())} multiply to {product}, CP is {cp}"
+    return unless(product == cp, why=why, fix=f"choose sizes whose product is {cp}")
 
 
 _gpu_memory = warning_rule(

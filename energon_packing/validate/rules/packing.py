@@ -175,12 +175,10 @@ _step_packs_in_batch = rule(
 )
 def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     size, length = view.micro_batch_size, view.dataset_seq_length
-    return unless(
-        size < 2,  # bridge/in-batch-needs-several speaks
-        why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
-        f"have up to {size * length}",
-        fix=f"leave memory for {size * length} tokens, or use mode 'packs', whose rows never exceed {length}",
-    )
+    joined = f"not the row that they are joined in: it may have up to {size * length}"
+    why = f"Bridge limits each of the {size} samples to {length} tokens, {joined}"
+    fix = f"leave memory for {size * length} tokens, or use mode 'packs', whose rows never exceed {length}"
+    return unless(size < 2, why=why, fix=fix)  # then bridge/in-batch-needs-several speaks
 
 
 _captured_rows_are_alike = rule(
@@ -337,11 +335,8 @@ _not_left_to_the_step = _of_data_set(
 )
 def _one_pack(view: RunView) -> Finding | None:
     rows = view.micro_batch_size if view.dataset_micro_batch_size is None else view.dataset_micro_batch_size
-    return unless(
-        rows == 1,
-        why=f"the data set's micro_batch_size is {rows}, and a micro-batch of Bridge's own packing is one pack",
-        fix="set micro_batch_size to 1, of the data set and of the trainer",
-    )
+    why = f"the data set's micro_batch_size is {rows}, and a micro-batch of Bridge's own packing is one pack"
+    return unless(rows == 1, why=why, fix="set micro_batch_size to 1, of the data set and of the trainer")
 
 
 _task_encoder = _of_data_set(

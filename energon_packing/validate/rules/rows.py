@@ -64,12 +64,10 @@ _eval_micro_batch_of_data_set = data_set_rule(
 )
 def _eval_global_batch(view: RunView) -> Finding | None:
     rows = view.eval_micro * view.eval_data_parallel
-    return unless(
-        rows == 0 or view.eval_global % rows == 0,
-        why=f"the evaluation's global batch of {view.eval_global} is not divisible by micro-batch {view.eval_micro} x "
-        f"data parallel {view.eval_data_parallel} = {rows}",
-        fix=f"set training.eval_global_batch_size to a multiple of {rows}",
-    )
+    sizes = f"micro-batch {view.eval_micro} x data parallel {view.eval_data_parallel} = {rows}"
+    why = f"the evaluation's global batch of {view.eval_global} is not divisible by {sizes}"
+    fix = f"set training.eval_global_batch_size to a multiple of {rows}"
+    return unless(rows == 0 or view.eval_global % rows == 0, why=why, fix=fix)
 
 
 _per_token_loss = data_set_rule(
@@ -158,11 +156,9 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
 )
 def _model_seq_length_multiple(view: RunView) -> Finding | None:
     pieces, length = 2 * view.context_parallel, view.model_seq_length
-    return unless(
-        length % pieces == 0,
-        why=f"the model's seq_length {length} is not divisible by 2 * CP = {pieces}",
-        fix=f"set the model's seq_length to {math.ceil(length / pieces) * pieces}",
-    )
+    why = f"the model's seq_length {length} is not divisible by 2 * CP = {pieces}"
+    fix = f"set the model's seq_length to {math.ceil(length / pieces) * pieces}"
+    return unless(length % pieces == 0, why=why, fix=fix)
 
 
 _pack_size_is_positive = bridges_rule(
@@ -265,12 +261,9 @@ _longest_sample = warning_rule(
 def _steps_an_epoch(view: RunView) -> Finding | None:
     rows = view.rows_per_epoch or 0
     what = "packs" if view.rows_are_packs else "samples that can be trained on"
-    return unless(
-        rows >= view.global_batch_size,
-        why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step "
-        "would see samples more than once",
-        fix="set a smaller global_batch_size, or a smaller seq_length",
-    )
+    fewer = f"fewer than the {view.global_batch_size} of one step: each step would see samples more than once"
+    fix = "set a smaller global_batch_size, or a smaller seq_length"
+    return unless(rows >= view.global_batch_size, why=f"an epoch has about {rows} {what}, {fewer}", fix=fix)
 
 
 BYTES_A_SAMPLE = 5_200  # what a sample in the window costs its worker, see docs/correctness.md

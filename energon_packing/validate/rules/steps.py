@@ -143,11 +143,8 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     if _step_gives_the_mask_itself(view) or _model_makes_the_mask(view):
         if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
             return None
-        end = (
-            f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
-            if _step_gives_the_mask_itself(view)
-            else "experts would count padding"
-        )
+        stops = f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
+        end = stops if _step_gives_the_mask_itself(view) else "experts would count padding"
         return Finding(
             why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, including routers, which get no "
             f"padding mask there: {end}",

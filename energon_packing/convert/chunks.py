@@ -154,14 +154,11 @@ def suffix_of(path: Path) -> tuple[str, str | None]:
 def find_sources(
     sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = (), notes: list[str] | None = None
 ) -> list[SourceFile]:
-    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path). Raises
-    UserError: a path is missing, a directory holds no file of records, a named file is empty.
-
-    Args:
-        sources: files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth).
-        exclude: directories whose content is never a source, such as the output.
-        notes: receives a sentence about what a directory holds that is not read, and about files that have two names.
-    """
+    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path).
+    ``sources`` are files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth), ``exclude``
+    directories whose content is never a source, such as the output; ``notes`` receives a sentence about what a
+    directory holds that is not read, and about files that have two names. Raises UserError: a path is missing, a
+    directory holds no file of records, a named file is empty."""
     shut = [path.absolute().resolve() for path in exclude]
 
     def is_shut(path: Path) -> bool:

@@ -27,16 +27,7 @@ from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError, fault_of, said_of_system
 from energon_packing.executors.work import ended_by_sigterm
 from energon_packing.line_file import lock
-from energon_packing.remote_files import (
-    is_stored,
-    listed,
-    local_copy,
-    remote_address,
-    remove,
-    shown,
-    status,
-    store,
-)
+from energon_packing.remote_files import listed, remote_address, remove, shown, status, store
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
@@ -173,12 +164,11 @@ def publish(build: Path, out: Path) -> None:
 
 
 def fetched(source: SourceFile, scratch: Path) -> SourceFile:
-    """A source as a file of this machine: itself, or a copy of one in an object store. Raises OSError: this machine's
-    disk takes no more."""
+    """A source as a file of this machine: itself, or a copy of one in a store. Raises OSError: the disk is full."""
     if source.address is None:
         return source
     try:
-        return replace(source, path=local_copy(source.address, scratch / "sources"))
+        return replace(source, path=remote_files.local_copy(source.address, scratch / "sources"))
     except OSError as error:
         if fault_of(error) == "disk":
             raise
@@ -219,7 +209,7 @@ class StoredDataSet:
 
     def _put(self, file: Path, name: str) -> None:
         target = f"{self._address}/{name}"
-        if name not in self._before or _order(name) or not is_stored(file, target):
+        if name not in self._before or _order(name) or not remote_files.is_stored(file, target):
             store(file, target)
 
     def add(self, tar: Path, build: Path) -> None:

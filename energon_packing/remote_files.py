@@ -263,6 +263,8 @@ def store(file: Path, address: str) -> None:
     try:
         _ask(address, lambda client, path: client.upload_file(path, str(file)))
     except FileNotFoundError as error:
+        if not file.exists():
+            raise
         why = "there is no such bucket; make it, or correct the address or its profile"
         raise UserError(f"{address} cannot be written: {why}") from error
     if not is_stored(file, address):

@@ -325,7 +325,7 @@ def convert(
 
 def _check_media_root(root: Path) -> None:
     address = remote_address(root)
-    with said_of_system(f"--media-root {address} cannot be read"):
+    with said_of_system(f"--media-root {shown(root)} cannot be read"):
         # Of an empty directory a store knows nothing, but it must answer.
         wrong = not root.is_dir() if address is None else status(address) is not None
     if wrong:

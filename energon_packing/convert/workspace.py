@@ -236,7 +236,7 @@ class StoredDataSet:
 
     def add(self, tar: Path, build: Path) -> None:
         """Stores a shard that is whole, with its index, notes as what, and deletes it on this machine."""
-        with said_of_system(f"--out {self._address} cannot be written", "; start again with --resume"):
+        with said_of_system(f"--out {shown(self._address)} cannot be written", "; start again with --resume"):
             for file in (tar, tar.with_suffix(".tar.idx")):
                 self._put(file, name := file.relative_to(build).as_posix())
                 with self._local.with_name(_SENT).open(self._mode, encoding="utf-8") as notes:
@@ -258,7 +258,7 @@ class StoredDataSet:
         files = {path.relative_to(self._local).as_posix(): path for path in self._local.rglob("*") if path.is_file()}
         done, total = 0, sum(path.stat().st_size for path in files.values())
         progress("store", done, total)
-        complete = f"the data set is complete in {self._local}, but --out {self._address} cannot be written"
+        complete = f"the data set is complete in {self._local}, but --out {shown(self._address)} cannot be written"
         with said_of_system(complete, "; start again with --resume"):
             shards = set[str]()
             for name in [name for name in files if name.endswith(f"/{layout.INFO_FILE}")]:
@@ -266,7 +266,9 @@ class StoredDataSet:
                 counts = json.loads(files[name].read_text(encoding="utf-8"))["shard_counts"]
                 shards |= {f"{folder}/{shard}{end}".removeprefix("./") for shard in counts for end in ("", ".idx")}
             if lost := self._lost(shards - files.keys()):
-                raise UserError(f"--out {self._address} lacks {min(lost)} as it was sent; start again without --resume")
+                raise UserError(
+                    f"--out {shown(self._address)} lacks {min(lost)} as it was sent; start again without --resume"
+                )
             before = self._before
             for name in sorted(files, key=lambda name: (_order(name), name)):
                 self._put(files[name], name)

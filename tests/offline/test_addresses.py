@@ -18,7 +18,6 @@ pytest.importorskip("boto3", reason="scripts/requirements/4-project.txt")
 
 import multistorageclient
 from botocore.exceptions import ClientError
-from botocore.exceptions import ClientError
 from click.testing import CliRunner
 from support.object_store import BUCKET, object_store
 from test_planned_loader import digests

@@ -27,7 +27,8 @@ PIECE_BYTES = 8 << 20  # read at once
 TAIL_BYTES = 1 << 18  # read when a file is opened: all of a small one, and what says where others have what
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
-_USER = re.compile(r"://[^/?#\s]*@")
+_USER = re.compile(r"://[^/?#\s]*(?::\S*)?@")  # a secret key may have "/" in it
+_SIGNED = re.compile(r"\?[^/?=]*=.*", re.DOTALL)
 _QUERY = re.compile(r"(://[^?#\s]*)[?#]\S*?(?=['\"]?(?:[;:,]?\s|$))")
 
 
@@ -54,9 +55,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as the user wrote it: the address, without a password, or the path itself."""
+    """A path as the user wrote it: the address, without a password or a signature, or the path itself."""
     address = remote_address(path)
-    return str(path) if address is None else _USER.sub("://...@", address)
+    return str(path) if address is None else _SIGNED.sub("?...", _USER.sub("://...@", address))
 
 
 def absolute(path: Path) -> Path:
@@ -75,10 +76,10 @@ def check_remote(what: str, path: str | Path) -> None:
         why = "has a name or password in it, which belong into the configuration of multi-storage-client"
         raise ConfigError(f"{what} {shown(path)} {why}")
     if address.partition(":")[0] not in _OURS:
-        raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
+        raise ConfigError(f"{what} {shown(path)} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
         needs = "which needs the package multi-storage-client; run pip install '.[remote]' in the checkout"
-        raise ConfigError(f"{what} {address} is a remote address, {needs}, or {instead}")
+        raise ConfigError(f"{what} {shown(path)} is a remote address, {needs}, or {instead}")
 
 
 def private_directory() -> Path:
@@ -105,7 +106,7 @@ def status(address: str) -> RemoteFile | None:
 def present(address: str) -> RemoteFile:
     """As `status`; a ``FileNotFoundError`` if there is no such file."""
     if (file := status(address)) is None:
-        raise FileNotFoundError(errno.ENOENT, f"there is no {address}")
+        raise FileNotFoundError(errno.ENOENT, f"there is no {shown(address)}")
     return file
 
 
@@ -113,7 +114,7 @@ def exists(path: Path) -> bool:
     """Whether there is a file, here or in a store. Raises UserError: nobody can say."""
     if (address := remote_address(path)) is None:
         return read_again(path, path.is_file)
-    with said_of_system(f"{address} cannot be looked at"):
+    with said_of_system(f"{shown(address)} cannot be looked at"):
         return status(address) is not None
 
 
@@ -175,8 +176,8 @@ def read_range(address: str, offset: int, size: int) -> bytes:
     def read(client: Any, path: str) -> bytes:
         try:
             content = bytes(client.read(path, multistorageclient.types.Range(offset=offset, size=size)))
-        except RuntimeError as error:
-            if "416" not in str(error):  # the range begins behind the end
+        except RuntimeError:
+            if offset < client.info(path).content_length:  # else the range begins behind the end (416)
                 raise
             content = b""
         if len(content) < size and offset + len(content) < client.info(path).content_length:
@@ -261,8 +262,10 @@ def store(file: Path, address: str) -> None:
     try:
         _ask(address, lambda client, path: client.upload_file(path, str(file)))
     except FileNotFoundError as error:
+        if not file.exists():
+            raise
         why = "there is no such bucket; make it, or correct the address or its profile"
-        raise UserError(f"{address} cannot be written: {why}") from error
+        raise UserError(f"{shown(address)} cannot be written: {why}") from error
     if not is_stored(file, address):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
 
@@ -306,9 +309,11 @@ def unfinished(path: Path) -> list[str]:
         if (s3 := getattr(provider, "_s3_client", None)) is None:
             return []
         bucket, _, prefix = f"{provider._base_path}/{path}".strip("/").partition("/")
-        return [each["Key"] for each in s3.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ())]
+        pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [each["Key"] for page in pages for each in page.get("Uploads", ())]
+        return [key for key in keys if not prefix or f"{key}/".startswith(f"{prefix}/")]
 
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, OSError):
         return _ask(address, ask) if (address := remote_address(path)) else []
     return []
 
@@ -328,7 +333,7 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
         try:
             client, path = multistorageclient.resolve_storage_client(address)
         except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
-            raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
+            raise UserError(f"{shown(address)} cannot be used: {' '.join(str(error).split())}") from error
         try:
             return do(client, path)
         except Exception as error:
@@ -337,9 +342,9 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             answer = getattr(error, "response", None) or {}
             if answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) in (429, *range(500, 600)):
                 raise OSError(errno.EIO, str(error), address) from error
-            raise UserError(f"{address} cannot be used: {error}") from error
+            raise UserError(f"{shown(address)} cannot be used: {error}") from error
 
-    return read_again(address, tried)
+    return read_again(shown(address), tried)
 
 
 def _described(there: Any) -> RemoteFile:
@@ -374,11 +379,11 @@ def describe(address: str, directory: Path) -> Path:
     what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
     cannot be read."""
     check_remote("DATASET", address)
-    with said_of_system(f"{address} cannot be read"):
+    with said_of_system(f"{shown(address)} cannot be read"):
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address
         if not (files := listed(root)):
-            raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
+            raise UserError(f"{shown(address)} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
             in_meta = path.parent.name == _META

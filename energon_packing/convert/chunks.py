@@ -207,11 +207,11 @@ def hub_blobs(root: Path) -> Path | None:
 
 
 def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
-    address = shown(source)
-    with said_of_system(f"{address} cannot be read"):
+    address, place = str(remote_address(source)), shown(source)
+    with said_of_system(f"{place} cannot be read"):
         if (file := status(address)) is not None:
             if file.size == 0:
-                raise UserError(f"{address} {_EMPTY}")
+                raise UserError(f"{place} {_EMPTY}")
             return [(source, source.name, file.size)]
         if glob.has_magic(address):
             files = [(each, each.rpartition("/")[2], status(each)) for each in matches(address)]
@@ -225,7 +225,7 @@ def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
             ]
             found = _without_tables(found, left)
     if not found:
-        raise UserError(f"{address} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
+        raise UserError(f"{place} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
     return found
 
 

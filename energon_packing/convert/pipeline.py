@@ -323,7 +323,7 @@ def convert(
 
 def _check_media_root(root: Path) -> None:
     address = remote_address(root)
-    with said_of_system(f"--media-root {address} cannot be read"):
+    with said_of_system(f"--media-root {shown(root)} cannot be read"):
         # Of an empty directory a store knows nothing, but it must answer.
         wrong = not root.is_dir() if address is None else status(address) is not None
     if wrong:
@@ -334,12 +334,15 @@ def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> Co
     """Makes the data set on this machine, and copies it to an object store, each shard as soon as it is there."""
     local = workspace.local_place(address)
     stored = workspace.StoredDataSet(local, address)
-    report = convert(replace(config, out=local, overwrite=True), tell, stored.add)
-    entry = f"{address}/{layout.DATASET_FILE}" if config.layout == "polylithic" else address
-    report = replace(report, out=address, entry=entry, skipped=False)
-    report.write(local)
-    stored.complete(tell)
-    shutil.rmtree(local.parent)
+    with ExitStack() as stack:
+        with said_of_system(f"{local.parent} cannot be written", "; point TMPDIR elsewhere"):
+            stack.enter_context(workspace.alone(local.parent, config.out))
+        report = convert(replace(config, out=local, overwrite=True), tell, stored.add)
+        entry = f"{address}/{layout.DATASET_FILE}" if config.layout == "polylithic" else address
+        report = replace(report, out=address, entry=entry, skipped=False)
+        report.write(local)
+        stored.complete(tell)
+        shutil.rmtree(local.parent)
     return report
 
 

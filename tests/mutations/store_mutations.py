@@ -75,8 +75,8 @@ STORE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/workspace.py",
-                "            if missing := shards - files.keys() - {name for name, _ in listed(self._address)}:\n",
-                "            if missing := shards - shards:\n",
+                "            if lost := self._lost(shards - files.keys()):\n",
+                "            if lost := shards - shards:\n",
             ),
         ),
     ),

@@ -102,7 +102,7 @@ STORE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 FILES,
-                'return str(path) if address is None else _USER.sub("://...@", address)',
+                'return str(path) if address is None else _SIGNED.sub("?...", _USER.sub("://...@", address))',
                 "return address or str(path)",
             ),
         ),

@@ -264,8 +264,7 @@ def store(file: Path, address: str) -> None:
     except FileNotFoundError as error:
         if not file.exists():
             raise
-        why = "there is no such bucket; make it, or correct the address or its profile"
-        raise UserError(f"{shown(address)} cannot be written: {why}") from error
+        raise UserError(f"{shown(address)} cannot be written: {_NO_BUCKET}") from error
     if not is_stored(file, address):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
 
@@ -342,7 +341,8 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             answer = getattr(error, "response", None) or {}
             if answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) in (429, *range(500, 600)):
                 raise OSError(errno.EIO, str(error), address) from error
-            raise UserError(f"{shown(address)} cannot be used: {error}") from error
+            absent = answer.get("Error", {}).get("Code") == "NoSuchBucket"
+            raise UserError(f"{shown(address)} cannot be used: {_NO_BUCKET if absent else error}") from error
 
     return read_again(shown(address), tried)
 
@@ -352,6 +352,7 @@ def _described(there: Any) -> RemoteFile:
     return RemoteFile(size=there.content_length, changed=changed, version=there.etag or "")
 
 
+_NO_BUCKET = "there is no such bucket; make it, or correct the address or its profile"
 _META, _INDEX = ".nv-meta", "index.sqlite"
 _SHARDS = (".tar", ".idx")
 

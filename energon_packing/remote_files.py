@@ -97,7 +97,7 @@ def private_directory() -> Path:
 def status(address: str) -> RemoteFile | None:
     """What the store says about a file; None if there is no such file. Here as below, a `UserError` says that the store
     cannot be used, and an ``OSError`` that it does not answer, or that a file is not there or cannot be read."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         there = _ask(address, lambda client, path: client.info(path, strict=False))
         return _described(there) if there.type == "file" else None
     return None

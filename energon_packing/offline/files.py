@@ -129,8 +129,9 @@ def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metad
     described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
     with (
         replacing(path) as aside,
+        aside.open("wb") as sink,  # which is closed on a full disk, too; a writer leaves its own open
         # Without checksums a flipped bit would be another number.
-        pq.ParquetWriter(aside, described, compression="zstd", write_page_checksum=True) as writer,
+        pq.ParquetWriter(sink, described, compression="zstd", write_page_checksum=True) as writer,
     ):
         for table in tables:
             writer.write_table(table.cast(described))

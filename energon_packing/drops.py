@@ -69,11 +69,9 @@ SETTING_OF: Mapping[str, str | None] = {
     "unsupported_media": "encoder.family",
 }  # fmt: skip
 """Every reason of a ledger, and the setting that decides if its sentence names none; None: the data are the cause."""
-
 FALSE_STOP = 1e-6
 """Chance that each share ever stops a run whose true share is within the budget, but for what it holds (above)."""
 RECENT = 100_000  # samples of all readers that the share of late has at least; twice as many at most
-
 BUDGET_STARTS_AT = 200
 """Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
 file."""

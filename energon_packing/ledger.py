@@ -358,11 +358,9 @@ class LedgerLock:
     def hold(self) -> None:
         """Takes the lock, which all loaders of this process share. Raises `UserError`: another process holds it, or the
         directory cannot be written."""
-        if self._path is None or self._held is not None:
-            return
-        key = os.getpid(), os.path.realpath(self._path)
-        self._held = _HELD.get(key) or _Held(self._path)
-        _HELD[key] = self._held
+        if self._path is not None and self._held is None:
+            key = os.getpid(), os.path.realpath(self._path)
+            self._held = _HELD[key] = _HELD.get(key) or _Held(self._path)
 
 
 class _Held:
@@ -382,8 +380,6 @@ class _Held:
 
 
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()
-
-
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("at", "from", "packs_of_plan", "epoch_read", "pack", "read"), int),
     "part": bool,

@@ -117,9 +117,8 @@ class TemplateRenderer:
             with contextlib.suppress(SampleRejected):
                 if _PROBE in self.run([{"role": "user", "content": content}], None)[0]:
                     return as_list
-        raise ConfigError(
-            "The chat template renders no text for a plain user message; give another encoder.chat_template."
-        )
+        why = "The chat template renders no text for a plain user message; give another encoder.chat_template."
+        raise ConfigError(why)
 
 
 def _no_date(form: str) -> str:

@@ -19,7 +19,6 @@ from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, finish, repeated, wi
 
 PADDED_MEDIA = "padded_media"
 """Key of a row: names of the visual inputs ``[images, channels, height, width]`` that may be padded further."""
-
 SHARED_PLACEHOLDER = "shared_placeholder"
 """Key of a row: True if the model cannot distinguish placeholders of images from those of videos."""
 TYPES = "mm_token_type_ids"

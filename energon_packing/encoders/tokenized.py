@@ -23,7 +23,6 @@ from energon_packing.families.base import MediaPlan, VisionFamily
 _THREADS = "TOKENIZERS_PARALLELISM"
 _KEPT_WORDS = 50_000
 """Words whose tokens the library keeps; its own 10,000 are full after a few thousand texts, and never change again."""
-
 _FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
 """Tangut characters: printable, changed by no normalizer, and in hardly any text."""
 

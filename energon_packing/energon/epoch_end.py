@@ -23,7 +23,6 @@ from energon_packing.errors import ConfigError
 from energon_packing.ledger import NothingToPack
 
 _NOBODY = 1 << 30  # in place of the number of a rank
-
 Agree = Callable[[int, Literal["min", "max"]], int]
 """Returns the minimum or maximum over all ranks of a non-negative integer; all ranks call it equally often."""
 

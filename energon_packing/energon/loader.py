@@ -295,7 +295,6 @@ LATE_SECONDS = 300.0  # how long a rank that has not begun to tell what it drops
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
-
 _READS = threading.Lock()
 
 
@@ -618,9 +617,8 @@ def identity_of(path: str, split: str) -> dict[str, str]:
     try:
         return read_again(path, lambda: data_identity(path, split))
     except OSError as error:
-        raise UserError(
-            f"The data set {path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
-        ) from error
+        why = f"The data set {path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
+        raise UserError(why) from error
 
 
 @contextlib.contextmanager

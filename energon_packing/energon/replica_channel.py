@@ -36,7 +36,6 @@ PACK, END, ERROR, CLOSED = range(4)
 """Kinds of messages: a pack, the end of the data, an error of the reader, and that the reader reads no more."""
 _ENDED = (RuntimeError, ValueError)
 """What a call on a group of ``torch.distributed`` raises when another rank is gone, and when the group is destroyed."""
-
 _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 
@@ -231,7 +230,6 @@ class HostMember(_Link):
 
 # Workers of a loader are forked from a rank; a copy of its sockets would hide from the others that it has ended.
 os.register_at_fork(after_in_child=lambda: [*map(_Link.close, list(_open_links))])
-
 SENDING: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads of closed channels, which end once the other ranks have taken what was posted."""
 

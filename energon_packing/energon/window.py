@@ -439,9 +439,8 @@ class SplitPieces(internals.BaseWrapperDataset[MeasuredSample, MeasuredSample]):
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
         number, *inner = _after_name(self, restore_key)
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
-        return internals.add_sample_restore_key(
-            sample if sample.split is None else piece_of(sample, number), number, src=self
-        )
+        piece = sample if sample.split is None else piece_of(sample, number)
+        return internals.add_sample_restore_key(piece, number, src=self)
 
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

@@ -34,17 +34,14 @@ DEFAULT_VIDEO_FPS = 2.0
 class QwenPatches:
     """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
     Its limits are set already, and it takes what ``kind`` says (``image`` or ``video``); ``grid`` returns patches
-    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-
-    ``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way
-    to the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function,
-    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both."""
+    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame. ``Qwen2VLImageProcessor`` and the video
+    processors like it (transformers 5) copy pixels about seven times on the way to the patches, most of them as 32-bit
+    floats. Here an image or frame is resized by the processor's own function, and its bytes are sorted into patches, to
+    their final place. `VisionFamily.pixel_forms` compares both."""
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
         self._processor, self._kind, self._grid = processor, kind, grid
-        self._pixels, self._grids = (
-            ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
-        )
+        self._pixels, self._grids = "pixel_values" if kind == "image" else "pixel_values_videos", f"{kind}_grid_thw"
         # The processor repeats an image along the temporal axis; its bytes are carried once.
         repeat = (getattr(processor, "temporal_patch_size", None) or 1) if kind == "image" else 1
         self.form = form_of(processor, "patches", repeat=repeat)
@@ -93,11 +90,9 @@ def truncates_seconds() -> bool:
 
 
 class Qwen25VL(VisionFamily):
-    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
-
-    An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
-    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled
-    frames."""
+    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5). An image of ``h x w``
+    pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and costs ``grid_h * grid_w /
+    merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled frames."""
 
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
@@ -170,9 +165,8 @@ class Qwen25VL(VisionFamily):
                 "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
             )
         if getattr(type(videos), "fps", None) is not None and videos.fps is None:
-            raise ConfigError(
-                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
-            )
+            why = "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
+            raise ConfigError(why)
         number = videos.num_frames
         if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:
             return None  # GLM-4.1V's has a number and never reads it
@@ -300,10 +294,9 @@ class Qwen2VL(Qwen25VL):
 
 
 class LlavaOneVision15(Qwen25VL):
-    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
-
-    transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
-    name. Their text model is a plain Qwen3, so positions count tokens."""
+    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with. transformers 5.12 has no model
+    class for them, and their processor's class says Qwen2.5-VL: choose the family by name. Their text model is a plain
+    Qwen3, so positions count tokens."""
 
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)
@@ -351,9 +344,8 @@ class Qwen3VL(TimeSteps):
         side = self.videos.patch_size * self.videos.merge_size
         clip = torch.zeros((self.videos.temporal_patch_size, 3, side, side), dtype=torch.uint8)
         metadata = {"total_num_frames": len(clip), "fps": 1.0, "frames_indices": list(range(len(clip)))}
-        made = self.processor(
-            text=[whole], videos=[clip], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
-        )
+        clips = {"videos": [clip], "video_metadata": [metadata], "do_sample_frames": False}
+        made = self.processor(text=[whole], return_tensors="pt", **clips)
         start = self.check_token(self._start)
         return int((made["input_ids"] == start).sum()) == int(made["video_grid_thw"][0, 0])
 

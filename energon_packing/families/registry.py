@@ -63,9 +63,8 @@ def load_processor(config: EncoderConfig) -> Any:
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         said = str(error).strip().splitlines()
         reason = missing_font(config.processor) or (said[0] if said else type(error).__name__)
-        raise ConfigError(
-            f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
-        ) from error
+        why = f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
+        raise ConfigError(why) from error
 
 
 def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:

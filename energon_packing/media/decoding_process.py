@@ -45,11 +45,9 @@ _GUARD = 1 << 20
 """Bytes before and after the rest that nobody may touch: a decoder that writes beyond the end of its memory may reach
 the next mapping."""
 _NONE, _READ, _WRITE = 0, 1, 2  # Protections of mprotect(2)
-
 _libc: Any = ctypes.CDLL(None)
 _mprotect: Any = getattr(_libc, "mprotect", None)
 trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
-
 Place = tuple[int, int]  # Where a file lies in the memory, and its bytes
 
 
@@ -224,7 +222,6 @@ MOST_CHILDREN = 4
 data sets, or of a training and a validation loader."""
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # the sample's doing
 _OURS = (*_FAULTS, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP)
-
 Read = Callable[[str], bytes]
 Work = Callable[[Any, Read], Mapping[str, Any]]
 
@@ -355,7 +352,6 @@ class DecodingProcess:
 
 _PARENTS: weakref.WeakValueDictionary[int, DecodingProcess] = weakref.WeakValueDictionary()
 """Those that started a child, the one that was idle longest first."""
-
 _lock = threading.Lock()
 """Held while it is decided which one is idle, so that no thread loses its child while it begins to use it."""
 

@@ -44,18 +44,14 @@ from energon_packing.media import DEFAULT_MAX_PIXELS
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Pillow's names of the formats opened; JPEG includes the multi-picture files of cameras. EPS would run Ghostscript."""
-
 VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "gif")
 """FFmpeg's names of the containers opened. Left out on purpose: playlists (hls, concat), which open other files."""
 
 # One packet is one shown frame for these; not for VP8 (hidden frames) or MPEG-4 part 2 (packed B-frames).
 _ONE_FRAME_A_PACKET = frozenset({"h264", "hevc", "vp9", "av1", "mjpeg"})
 SIZED_CONTAINERS = frozenset({"mov", "mp4", "matroska", "webm"})
-
 _EBML_HEADER = 0x1A45DFA3
 _MATROSKA_SEGMENT = 0x18538067
-
-
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _SIGNED = 2

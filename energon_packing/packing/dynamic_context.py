@@ -63,9 +63,8 @@ class Domain:
                 "are powers of two that divide the ranks; see parallel.min_dynamic_context_parallel_size."
             )
         if self.tokens % (unit := self.alignment(2) // 2):
-            raise ConfigError(
-                f"{self.tokens} tokens for each rank are no multiple of {unit}, which cutting rows needs."
-            )
+            why = f"{self.tokens} tokens for each rank are no multiple of {unit}, which cutting rows needs."
+            raise ConfigError(why)
 
     @classmethod
     def of(cls, parallel: Any, seq_length: int, *, ranks: int, reserved: int = 0) -> "Domain":
@@ -161,9 +160,8 @@ def share_step(samples: StepSamples, domain: Domain) -> Step:
     fits = np.stack([samples.fits(size, domain) for size in sizes])
     if not fits.any(axis=0).all():
         longest = int(samples.lengths.sum(axis=1)[~fits.any(axis=0)].max())
-        raise ConfigError(
-            f"a sample of {longest} tokens is longer than {sizes[-1]} ranks hold with {domain.tokens} tokens each."
-        )
+        why = f"a sample of {longest} tokens is longer than {sizes[-1]} ranks hold with {domain.tokens} tokens each."
+        raise ConfigError(why)
     mean = samples.cost / domain.ranks
     tried: list[tuple[int, int, np.ndarray, list[list[list[int]]]]] = []
     for share in SHARES:
@@ -210,9 +208,8 @@ def efficiency(steps: Sequence[tuple[StepSamples, Step]], ranks: int) -> float:
 
 def efficiency_of_fixed(batches: Sequence[StepSamples], domain: Domain, size: int) -> float:
     """Of a plan that is made for a fixed size, whose steps are even: padding and exchange are all that is lost."""
-    return sum(each.cost for each in batches) / max(
-        size * sum(int(each.times(size, domain).sum()) for each in batches), 1
-    )
+    time = size * sum(int(each.times(size, domain).sum()) for each in batches)
+    return sum(each.cost for each in batches) / max(time, 1)
 
 
 def smallest_size(domain: Domain, seq_length: int) -> int:

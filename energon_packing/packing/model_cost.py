@@ -157,10 +157,8 @@ CONSTANTS = ModelCost(vision={"patches": PATCH}, language={"tokens": LINEAR, "sq
 def model_cost(
     config: Any, *, frozen: Collection[str] | None = None, adapted: Collection[str] = (), causal: bool = True
 ) -> ModelCost | None:
-    """Returns the cost of a step, or None if the model's layers are not known here.
-
-    A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once. Raises
-    ConfigError: there is no such part.
+    """Returns the cost of a step, or None if the model's layers are not known here. A matrix that is trained counts
+    three times, one that is frozen twice if gradients pass it, else once. Raises ConfigError: there is no such part.
 
     Args:
         config: Hugging Face's configuration of a model, or Bridge's provider.

@@ -141,7 +141,6 @@ def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int)
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:
     """Fewest packs that the samples can need: Martello and Toth's L2, and for each further limit total cost over limit.
-
     For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
     the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
 
@@ -216,7 +215,6 @@ def best_fit_into(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None =
         free, starts = np.unique(rooms[by_room] // divisor, return_index=True)
         for room, packs in zip(free.tolist(), np.split(by_room, starts[1:]), strict=True):
             put(room, packs)
-
     for length, count, at in zip(descending[first].tolist(), counts.tolist(), first.tolist(), strict=True):
         end = at + count
         while at < end:

@@ -49,12 +49,10 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
 
 def context_parallel_indices(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Positions of the full row that a rank holds, in its order, int64 ``[T / cp_size]``, by its physical boundaries
-    ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`).
-
-    ``row.index_select(-1, context_parallel_indices(...))`` is the rank's part of a token-aligned row. Boundaries on an
-    accelerator are first copied to the host (one synchronisation); the result is on their device. Raises ConfigError: a
-    rank outside ``0 .. cp_size - 1``; PackingError: an empty segment, or one whose length is no multiple of ``2 *
-    cp_size``."""
+    ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`). ``row.index_select(-1,
+    context_parallel_indices(...))`` is the rank's part of a token-aligned row. Boundaries on an accelerator are first
+    copied to the host (one synchronisation); the result is on their device. Raises ConfigError: a rank outside ``0 ..
+    cp_size - 1``; PackingError: an empty segment, or one whose length is no multiple of ``2 * cp_size``."""
     local = context_parallel_indices_numpy(cu_seqlens_padded.cpu().numpy(), cp_size, cp_rank)
     return torch.from_numpy(local).to(cu_seqlens_padded.device)
 

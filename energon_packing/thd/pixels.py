@@ -18,11 +18,9 @@ import torch
 from energon_packing.errors import PackingError
 
 Layout = Literal["images", "patches"]
-
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Visual inputs that only the vision encoder reads, on the first pipeline stage."""
 PIXEL_FORMS = "pixel_forms"  # Key of a row: name of a visual input -> `PixelForm`, for those that are bytes
-
 _CHUNK = 1 << 18  # Values that are finished at a time on a CPU: as many as stay in its cache
 
 

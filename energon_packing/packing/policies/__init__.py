@@ -23,10 +23,9 @@ Groups = Sequence[np.ndarray]
 
 
 class Policy(Protocol):
-    """Packs a whole list: lengths in, index groups out. Pure, deterministic for a given seed, NumPy only.
-
-    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each of which fits
-    alone. The groups, in order of emission, must partition ``range(N)`` within every limit; this is checked."""
+    """Packs a whole list: lengths in, index groups out. Pure, deterministic for a given seed, NumPy only. `lengths` is
+    ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each of which fits alone. The
+    groups, in order of emission, must partition ``range(N)`` within every limit; this is checked."""
 
     def __call__(
         self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
@@ -35,7 +34,6 @@ class Policy(Protocol):
 
 class NextPack(Protocol):
     """Takes the next pack from a sliding window: ascending positions that include position 0, the oldest sample.
-
     `lengths` and each of `costs` describe the samples held, oldest first; `limits` bounds the costs. `ended` means that
     the stream has ended and no samples follow those held."""
 
@@ -46,10 +44,8 @@ class NextPack(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingPolicy:
-    """A registered policy: packs a list, and a stream.
-
-    Without `next_pack`, it packs the whole window each time and the pack with the oldest sample is used
-    (`energon_packing.packing.online`)."""
+    """A registered policy: packs a list, and a stream. Without `next_pack`, it packs the whole window each time and the
+    pack with the oldest sample is used (`energon_packing.packing.online`)."""
 
     whole_list: Policy
     next_pack: NextPack | None = None

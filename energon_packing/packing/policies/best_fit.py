@@ -141,10 +141,8 @@ def _numbers(groups: Groups) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Packs:
-    """Partly filled packs; the arrays change.
-
-    `columns` ``[N, limits]`` are what each sample costs, tokens first; `free` ``[packs, limits]`` what each pack has
-    left; `pack` ``[N]`` that of each sample, -1 if it has none."""
+    """Partly filled packs; the arrays change. `columns` ``[N, limits]`` are what each sample costs, tokens first;
+    `free` ``[packs, limits]`` what each pack has left; `pack` ``[N]`` that of each sample, -1 if it has none."""
 
     columns: np.ndarray
     free: np.ndarray

@@ -535,8 +535,7 @@ class _Worker:
         for run in reversed(runs):
             self.mark, *own = self._runs[run]
             if self.mark.get("resumed"):
-                # Up to the pack before, with what was changed in it.
-                last = int(self.mark["from"]) - 1
+                last = int(self.mark["from"]) - 1  # up to the pack before, with what was changed in it
                 at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == last), default=-1)
                 while 0 < at < len(self.lines) and "changed" in self.lines[at]:
                     at += 1

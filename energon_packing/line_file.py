@@ -80,11 +80,10 @@ class LineFile:
             start = max(0, end - _BLOCK)
             last = os.pread(self._file, end - start, start).rfind(b"\n")
             end = start + last + 1
-        if end == size:
-            return
-        with place.open("ab") as aside:
-            aside.write(os.pread(self._file, size - end, end) + b"\n")
-        os.ftruncate(self._file, end)
+        if end < size:
+            with place.open("ab") as aside:
+                aside.write(os.pread(self._file, size - end, end) + b"\n")
+            os.ftruncate(self._file, end)
 
 
 def read_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:

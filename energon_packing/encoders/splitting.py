@@ -119,8 +119,7 @@ def _allowed_cuts(offsets: np.ndarray, media: Sequence[tuple[int, int]]) -> list
     allowed = np.zeros(len(starts), dtype=bool)
     allowed[1:] = ends[:-1] <= starts[1:]
     for start, end in media:
-        held = np.flatnonzero((starts < end) & (ends > start))
-        allowed[held[1:]] = False
+        allowed[np.flatnonzero((starts < end) & (ends > start))[1:]] = False
     return np.flatnonzero(allowed).tolist()
 
 

@@ -305,8 +305,7 @@ def reads_here() -> threading.Lock:
 
 
 def _after_fork() -> None:
-    # Another thread of the parent may have been reading, which the child does not have.
-    global _READS
+    global _READS  # another thread of the parent may have been reading, which the child does not have
     _READS = threading.Lock()
     WorkerConfig.active_worker_config = WorkerConfig._sample_index_stack = None
     WorkerConfig._worker_override_global_rank = None

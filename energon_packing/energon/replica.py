@@ -237,8 +237,7 @@ def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
 def _stored(name: str) -> bytes:
     """Returns what rank 0 puts under a name in the ranks' store, once it does."""
     store, began, pause = _get_default_store(), time.monotonic(), 0.01
-    # `store.wait` would keep the store from the backend's own threads.
-    while not store.check([name]):
+    while not store.check([name]):  # `store.wait` would keep the store from the backend's own threads
         if time.monotonic() - began > PATIENCE.total_seconds():
             raise PackingError(
                 f"Rank 0 has read the data for {PATIENCE}, and the other ranks wait no longer; look at its storage, or "

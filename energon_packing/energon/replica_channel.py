@@ -323,8 +323,7 @@ class StageSpread:
         if self._link is not None:
             self._link.accept()
         elif not leads:
-            address = dict(zip(replica.members, addresses, strict=True))[host[0]]
-            self._up = HostMember(here, host[0], address)
+            self._up = HostMember(here, host[0], dict(zip(replica.members, addresses, strict=True))[host[0]])
         if leads and len(replica.hosts) > 1:
             self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
         self.spans_hosts = self._hosts_group is not None

@@ -130,10 +130,9 @@ def save_shallowly(dataset: Any) -> None:
     """Makes Energon's data sets beneath ``dataset`` save the states that they always save, only faster."""
     for each in beneath(dataset):
         save_shallowly(each)
-    # Those whose states grow with a setting or with the data.
-    if isinstance(
-        dataset, internals.BlendDataset | internals.ShuffleBufferDataset | internals.WebdatasetSampleLoaderDataset
-    ):
+    # Their states grow with a setting or with the data.
+    growing = internals.BlendDataset, internals.ShuffleBufferDataset, internals.WebdatasetSampleLoaderDataset
+    if isinstance(dataset, growing):
         dataset.save_state = functools.partial(_state_of, dataset)
 
 
@@ -211,11 +210,8 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
         raise ConfigError(f"{path} is not the state of a loader: it is empty. {_WAY_OUT}")
     # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
     restricted = types.ModuleType("loader_state_pickle")
-    vars(restricted).update(
-        Unpickler=_StateUnpickler,
-        load=lambda file, **options: _StateUnpickler(file, **options).load(),
-        UnpicklingError=pickle.UnpicklingError,
-    )
+    vars(restricted).update(Unpickler=_StateUnpickler, UnpicklingError=pickle.UnpicklingError)
+    vars(restricted)["load"] = lambda file, **options: _StateUnpickler(file, **options).load()
     try:
         # Without the CRC-32 of each part, which `torch.save` writes and `torch.load` does not read, one flipped bit
         # gives another position in the data, without a word.

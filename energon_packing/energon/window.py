@@ -168,8 +168,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
 
     def len_worker(self, worker_idx: int | None = None) -> int:
         """Returns the number of samples, an upper bound; the number of packs is unknown."""
-        # Energon's own wrapper reports the same bound.
-        return self.dataset.len_worker(worker_idx)
+        return self.dataset.len_worker(worker_idx)  # Energon's own wrapper reports the same bound
 
     def __iter__(self) -> Iterator[Pack]:
         before = self._wake()

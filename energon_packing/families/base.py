@@ -46,8 +46,7 @@ PROCESSOR_SETTINGS: Mapping[str, Literal["size", "pixels", "frames", "tokens", "
 fingerprint has all of them, in this order, and ``processor_settings`` of the family."""
 LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
 """Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
-Inputs = dict[str, torch.Tensor]
-"""Inputs of a model by their Hugging Face argument names."""
+Inputs = dict[str, torch.Tensor]  # inputs of a model by their Hugging Face argument names
 
 
 class VisionFamily(ABC):

@@ -124,8 +124,7 @@ class SharedRoom:
             return flat.to(value.dtype).as_strided(value.size, value.stride)
         if held is None or value.bytes < _SMALL:
             return self.tensor(value).clone()
-        # The tensor keeps `held`, whose end frees this part.
-        return _tensor(held, value, value.place - start)
+        return _tensor(held, value, value.place - start)  # the tensor keeps `held`, whose end frees this part
 
     def tensor(self, placed: Placed) -> torch.Tensor:
         return _tensor(self._view, placed, placed.place)
@@ -389,8 +388,7 @@ def _end(child: _Child) -> int:
     with contextlib.suppress(OSError):
         child.connection.close()
     with contextlib.suppress(OSError):
-        # One that is already ending keeps its own status.
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child.pid, signal.SIGKILL)  # one that is already ending keeps its own status
         return os.waitpid(child.pid, 0)[1]
     return 0
 

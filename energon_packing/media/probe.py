@@ -217,8 +217,7 @@ def image_info(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode
             # Without an address: a rejects file is the same in every run.
             reason = f"no known image format{_foreign(stream)}"
         raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
-    turned = orientation in (5, 6, 7, 8)
-    width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
+    width, height = (stored_height, stored_width) if orientation in (5, 6, 7, 8) else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height, transparent, animated)
 
 

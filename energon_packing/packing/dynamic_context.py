@@ -21,16 +21,13 @@ import numpy as np
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-"""Of a step's time, the most that a sample takes that could have more ranks."""
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of a step's time, the most that a sample takes that could have more ranks
 EXCHANGE = 0.009
 """What a rank pays for the keys and values of one token that it gets from another, in units of a token without
 attention: 8 heads of 128, in both passes, at 400 GB/s, beside 3.3 us of computation in each layer of a 7B model.
 Between nodes, at 50 to 100 GB/s, it is .05."""
-EVEN = 1.001
-"""Ratio of the largest work of a rank to the mean below which no other share is tried."""
-GAIN = 0.03
-"""The gain over the best static size below which rows stay static."""
+EVEN = 1.001  # ratio of the largest work of a rank to the mean below which no other share is tried
+GAIN = 0.03  # the gain over the best static size below which rows stay static
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,8 +235,7 @@ def best_size(batches: Sequence[StepSamples], domain: Domain, seq_length: int) -
 def _sizes_for(times: np.ndarray, fits: np.ndarray, most: float) -> np.ndarray:
     """For each sample the place of its size in times ``[sizes, N]``: the smallest within `most`, or the fastest."""
     short = fits & (times <= most)
-    fastest = np.where(fits, times, np.inf).argmin(axis=0)
-    return np.where(short.any(axis=0), short.argmax(axis=0), fastest)
+    return np.where(short.any(axis=0), short.argmax(axis=0), np.where(fits, times, np.inf).argmin(axis=0))
 
 
 def _dealt(

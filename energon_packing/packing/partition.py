@@ -160,8 +160,7 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints:
 def _martello_toth(tokens: np.ndarray, capacity: int) -> int:
     counts = np.bincount(tokens, minlength=capacity + 1)
     sums = counts * np.arange(counts.size)
-    # number[x] and total[x]: samples of at most x tokens
-    number, total = np.cumsum(counts), np.cumsum(sums)
+    number, total = np.cumsum(counts), np.cumsum(sums)  # number[x] and total[x]: samples of at most x tokens
     half = capacity // 2
     threshold = np.arange(half + 1)
     alone = number[capacity] - number[capacity - threshold]

@@ -171,8 +171,7 @@ def _rows(
         elif length <= max_length or oversize == "truncate":
             pieces.append((index, 0, min(length, max_length)))
         elif oversize == "split":
-            starts = range(0, length, max_length)
-            pieces.extend((index, start, min(max_length, length - start)) for start in starts)
+            pieces.extend((index, start, min(max_length, length - start)) for start in range(0, length, max_length))
         else:
             fix = "pass oversize='drop', 'truncate' or 'split', or a longer max_length"
             raise UserError(f"sequence {index} has {length} tokens, a row holds {max_length}; {fix}")

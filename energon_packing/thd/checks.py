@@ -231,8 +231,7 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
     )
     labels, loss_mask, padding = labels[0], loss_mask[0], padding[0]
     starts, lengths = physical[:-1], np.diff(physical)
-    # A masked tail segment is all padding, whatever its boundaries state.
-    own = np.zeros_like(lengths)
+    own = np.zeros_like(lengths)  # a masked tail segment is all padding, whatever its boundaries state
     own[: batch.num_samples] = batch.sample_lengths
     expected = np.repeat(np.tile([False, True], lengths.size), np.stack([own, lengths - own], axis=1).reshape(-1))
     if (at := _first(expected != padding)) is not None:

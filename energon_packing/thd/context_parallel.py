@@ -40,8 +40,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
             f"with the multiple of alignment_multiple(context_parallel={cp_size}, ...)"
         )
     begin = np.stack([starts + cp_rank * size, starts + (pieces - 1 - cp_rank) * size], axis=1)
-    # A piece is a run of consecutive positions: shift one long arange piece by piece.
-    sizes = np.repeat(size, 2)
+    sizes = np.repeat(size, 2)  # a piece is a run of consecutive positions: shift one long arange piece by piece
     local = np.repeat(begin.reshape(-1) - (np.cumsum(sizes) - sizes), sizes)
     local += np.arange(local.size, dtype=np.int64)
     return local

@@ -9,8 +9,7 @@ from typing import Literal
 
 import torch
 
-IGNORE_INDEX = -100
-"""The label of a position without a target (PyTorch's and Bridge's ignore index)."""
+IGNORE_INDEX = -100  # the label of a position without a target (PyTorch's and Bridge's ignore index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

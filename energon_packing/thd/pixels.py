@@ -118,8 +118,7 @@ def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Ten
         sides = [math.prod(shape) for shape in shapes]
         if sum(sides) != len(pixels):
             raise PackingError(f"images of {sum(sides)} values are said to be in {len(pixels)} bytes")
-        parts = pixels.split(sides)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(pixels.split(sides), shapes, strict=True)]
     return [image[:, :height, :width] for image, (_, height, width) in zip(pixels, shapes, strict=True)]
 
 

@@ -14,12 +14,9 @@ from energon_packing.packing.constraints import Constraints
 from energon_packing.registry import Registry
 
 Number = int | float
-Costs = Mapping[str, Sequence[Number]] | None
-"""Further costs by name, one per sample."""
-Limits = Mapping[str, Number] | None
-"""For each limited cost, the most that a pack may hold."""
-Groups = Sequence[np.ndarray]
-"""The indices of each pack, ``[samples]`` int64."""
+Costs = Mapping[str, Sequence[Number]] | None  # further costs by name, one per sample
+Limits = Mapping[str, Number] | None  # for each limited cost, the most that a pack may hold
+Groups = Sequence[np.ndarray]  # the indices of each pack, ``[samples]`` int64
 
 
 class Policy(Protocol):

@@ -37,10 +37,8 @@ OLDEST, ASKED = 64, 1024
 CHANCE, NOISE = 2.0, 0.1
 # The most samples that a fit under limits looks at, unless more are asked: more make it slower, and hardly better.
 MOST = 256
-# Tokens alone are fitted first if the other limits need at most this share of the packs that tokens need.
-SCARCE = 0.9
-# A pack is full of what is scarce if one part of so many is free.
-FULL = 2048
+SCARCE = 0.9  # tokens alone are fitted first if the other limits need at most this share of the packs that tokens need
+FULL = 2048  # a pack is full of what is scarce if one part of so many is free
 # An exact fit has at most so many places, tokens times levels. Of larger packs the oldest samples are taken first,
 # until this share of one of the two is left; what is left of them may differ by a share of it.
 PLACES, HAND_OVER, UNEVEN = 1 << 15, 0.125, 0.3

@@ -236,8 +236,7 @@ class Shares:
 def over_budget(dropped: float, read: float, budget: float, *, looks: int = 1) -> bool:
     """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read. 0
     allows no drop at all, 1 everything. ``read`` are all samples read so far, those dropped included: emitted, or still
-    held in the window. ``looks`` are the questions of this kind that share the chance `FALSE_STOP`; 0 if all data were
-    read."""
+    held in the window. ``looks`` are the questions of this kind that share `FALSE_STOP`; 0 if all data were read."""
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
     if not looks:

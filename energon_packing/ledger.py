@@ -153,8 +153,7 @@ class Ledger:
         self._write(marks | ({"of": self._of} if self._of and marks.get("resumed") else {}) | {"time": time.time()})
 
     def end_epoch(self, read: int) -> None:
-        """Marks the end of a finite epoch in which ``read`` samples were read. Raises `DropBudgetExceeded`: as
-        `check_budget`."""
+        """Marks the end of a finite epoch of ``read`` samples. Raises `DropBudgetExceeded`: as `check_budget`."""
         if self._marked:
             self._write({"epoch_read": read})
         self.check_budget()
@@ -170,8 +169,7 @@ class Ledger:
             self._count()
 
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
-        """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
-        for `drop`."""
+        """Enters a sample that an earlier decode ended on; returns whether it is one. Raises as `drop`."""
         if (cause := self._causes.get((data, key))) is not None:
             self.drop(key, drops.QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
@@ -242,8 +240,7 @@ class Ledger:
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """Returns and clears the samples dropped since the last call; they travel with the next pack. Warns
-        (`UserWarning`) if a reason drops many samples and the ledger `tells`; of a rank's workers, the first one
-        does."""
+        (`UserWarning`) if a reason drops many samples and the ledger `tells`; of workers, the first one does."""
         taken = tuple(self._pending)
         self._pending.clear()
         if self.tells:
@@ -416,8 +413,7 @@ class LedgerReport:
 
 
 def merged(directory: Path) -> LedgerReport:
-    """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
-    cannot be read."""
+    """Reads a run's ledger, while it runs or afterwards. Raises `UserError`: there is none, or it cannot be read."""
     report = LedgerReport()
     late, recent = RECENT // max(1, len(list(directory.glob("*.jsonl")))), list[int]()
     for mark, placed in _standing(directory, report):
@@ -442,8 +438,7 @@ def merged(directory: Path) -> LedgerReport:
 
 def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a ledger that still hold, with their files: not those of runs that nobody continued, nor of packs
-    that a resumed run made again or has yet to make again. Raises `UserError`: the directory holds no ledger, or cannot
-    be read."""
+    that a resumed run made again or has yet to make again. Raises `UserError`: there is none, or it is unreadable."""
     for _, lines in _standing(directory, LedgerReport()):
         yield from lines
 

@@ -288,8 +288,7 @@ def truncated(
 
 
 def beginning(conversation: Conversation, turns: int, trained: Collection[int]) -> Conversation:
-    """Returns the first turns of a conversation with the media that they use; of its answers, only those in ``trained``
-    are trained."""
+    """The first turns of a conversation with the media that they use; only answers in ``trained`` are trained."""
     kept = tuple(
         dataclasses.replace(turn, loss_weight=0.0) if turn.role == "assistant" and number not in trained else turn
         for number, turn in enumerate(conversation.turns[:turns])

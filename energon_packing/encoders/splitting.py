@@ -148,8 +148,7 @@ def _turn_cuts(
 
 
 def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
-    """Returns how many of the ascending ``turns`` end at or before a token; few calls of `cut`, which renders each
-    time."""
+    """How many of the ascending ``turns`` end at or before a token; few calls of `cut`, which renders each time."""
     low, high = 0, len(turns)
     while low < high:
         middle = (low + high) // 2

@@ -144,8 +144,7 @@ class RunLines:
         self._begun = False
 
     def read(self) -> bool:
-        """Reads what was written since the last call; returns whether there was a line. Raises `UserError`: a file
-        cannot be read."""
+        """Reads what was written since the last call; returns whether there was any. Raises `UserError`: it cannot."""
         news = False
         try:
             for path in sorted(self._directory.glob("rank*.jsonl")):

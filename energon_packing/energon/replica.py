@@ -156,8 +156,7 @@ class Replica:
         it, and says of it what must be the same: on all ranks, and on those that read (empty elsewhere). Ranks exchange
         four numbers, and what they stand for only where they differ: at 4,096 ranks 32 bytes each. Raises ConfigError:
         ranks differ; the message names one that does, and both values; UserError: it was raised here or on another
-        rank, whose message is told; PackingError: another rank raised something else; Exception: raised by ``act`` on
-        this rank."""
+        rank, whose message is told; PackingError: another rank raised something else; Exception: ``act`` raised it."""
         error, done = _tried(act)
         result, (of_all, of_readers) = done if done is not None else (None, ({"error": _words(error)}, {}))
         if self.world_size * self.size > 1:

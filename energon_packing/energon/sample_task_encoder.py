@@ -141,9 +141,8 @@ class SampleBatch(Batch):
 
 
 class MixedTaskEncoder(PackingTaskEncoder):
-    """Conversations with images and videos in any order and number; the classes below accept fewer kinds of media.
-    Raises ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is
-    invalid.
+    """Conversations with images and videos in any order and number; the classes below accept fewer kinds. Raises
+    ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is invalid.
 
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.

@@ -166,8 +166,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return packed
 
     def loader_fingerprint(self, dataset: internals.SavableDataset[Any]) -> dict[str, Any]:
-        """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each of
-        them reads."""
+        """Returns `fingerprint` with the reader's rank, the number of readers, and what each of them reads."""
         own = dataset.worker_config
         readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
         return {**self.fingerprint(), **readers, **dealt_identity(dataset)}

@@ -212,8 +212,7 @@ class VisionFamily(ABC):
         self.reserved = (*placeholders.values(), *edges)
 
     def check_token(self, token: str) -> int:
-        """Returns the id of a token that the family needs. Raises ConfigError: the tokenizer lacks it as a single
-        token."""
+        """The id of a token that the family needs. Raises ConfigError: the tokenizer lacks it as a single token."""
         # The second builds the whole vocabulary as a new dictionary.
         for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
             if (token_id := vocabulary().get(token)) is not None:

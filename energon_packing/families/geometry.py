@@ -107,8 +107,7 @@ def frames_at(points: tuple[float, ...], wanted: np.ndarray) -> np.ndarray:
 def sampled_frames(
     processor: Any, total: int, rate: Fraction, /, *, duration: float | None = None, **how: Any
 ) -> list[int]:
-    """Returns the indices that a Hugging Face video processor samples from a clip; ``how`` goes to its
-    ``sample_frames``."""
+    """The frames that a Hugging Face video processor samples of a clip; ``how`` goes to its ``sample_frames``."""
     from transformers.video_utils import VideoMetadata
 
     clip = VideoMetadata(total_num_frames=total, fps=float(rate), duration=duration)

@@ -100,8 +100,7 @@ class HuggingFace(VisionFamily):
         return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts
-        none."""
+        """One run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts none."""
         try:
             run = self._count(height, width) - self._overhead
         except Exception as error:

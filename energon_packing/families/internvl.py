@@ -75,8 +75,7 @@ class InternVL(VisionFamily):
             raise ConfigError(f"encoder.video_min_frames is {self._fewest}, but {most}")
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile
-        each."""
+        """The tiles of an image as its processor counts them, or the sampled frames of a video, one tile each."""
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))

@@ -105,8 +105,7 @@ def warn_of_untested_releases() -> None:
 
 
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
-    """Returns the family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds
-    none."""
+    """The family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds none."""
     warn_of_untested_releases()
     kind = type(processor).__name__
     if config.family != "auto":

@@ -249,8 +249,7 @@ class DecodingProcess:
     def __call__(self, request: Any, read: Read, names: Sequence[str] = (), *, in_child: bool = True) -> dict[str, Any]:
         """Returns what ``work(request, read)`` returns there. What takes too long, or ends without a fault of its own,
         as by the kernel's memory killer, is tried once more in a new child. Raises SampleRejected: `CRASH`; at the
-        second try `TIMEOUT` or `ENDED`. Also whatever the function raises; UserError: `MOST_IN_A_ROW` calls in a row
-        ended the child.
+        second try `TIMEOUT` or `ENDED`. Also whatever the function raises; UserError: `MOST_IN_A_ROW` calls ended it.
 
         Args:
             read: called in this process; its errors reach the function, where that reads the file.

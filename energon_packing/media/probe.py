@@ -438,8 +438,7 @@ def open_video(file: BinaryIO) -> Any:
 
 
 def video_stream(container: Any) -> Any:
-    """Returns the first video stream of an open container that is no cover picture; SampleRejected ``corrupt_media`` if
-    none can be decoded."""
+    """The first video stream of a container that is no cover picture; ``corrupt_media`` if none can be decoded."""
     pictured = [bool((each.disposition & each.disposition.attached_pic).value) for each in container.streams.video]
     if all(pictured):
         cover = ", only audio with a cover image" if pictured else ""

@@ -82,8 +82,7 @@ def stable_order(values: np.ndarray) -> np.ndarray:
 
 def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | Sequence[int] | int) -> None:
     """Checks that each ``expected`` index (distinct and non-negative ones, or a number N for 0 to N - 1) is in exactly
-    one group and no group is empty. Raises PackingError: names missing, duplicate and unexpected indices, and empty
-    groups."""
+    one group and no group is empty. Raises PackingError: names missing, duplicate, unexpected indices, empty groups."""
     _check_indices(flatten(groups)[0], expected)
 
 

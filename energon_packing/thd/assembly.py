@@ -67,9 +67,8 @@ def assemble(
     """Places samples side by side in one row and computes its boundaries. Raises ConfigError: a multiple, width or
     extra field that cannot work; PackingError: a row that breaks the contract below, named by key; also a last token
     with a target (it would be the first token of the next sample), a weight on a position without a target, and a width
-    that leaves no room for the masked segment after a last sample that is the only padded one (`visible_order` avoids
-    this by putting another sample last). Each input row is a mapping of tensors (or arrays) of one common length L and
-    related values:
+    that leaves no room for the masked segment after a last sample that is the only padded one (`visible_order` puts
+    another one last). Each input row is a mapping of tensors (or arrays) of one common length L and related values:
 
     * ``input_ids`` ``[L]``, ``labels`` ``[L]`` (already shifted), ``loss_mask`` ``[L]``, ``position_ids`` ``[L]`` or
       ``[3, L]`` (all rows alike): required;

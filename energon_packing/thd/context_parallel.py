@@ -60,8 +60,7 @@ def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -
     """The part of a batch that one context-parallel rank sees. Every token-aligned field is sliced along its last axis,
     including mRoPE positions ``[3, 1, T]`` and extra fields. Boundaries, ``max_seqlen`` and ``total_tokens`` stay those
     of the whole row, as attention needs them. Visual inputs stay whole, even those of images whose tokens are all on
-    other ranks. Raises ConfigError, PackingError: as `context_parallel_indices`; also for a batch that is already a
-    slice."""
+    other ranks. Raises ConfigError, PackingError: as `context_parallel_indices`; also for a slice."""
     if batch.cp_size != 1:
         raise PackingError(f"this batch is a slice of context-parallel rank {batch.cp_rank} already")
     indices = context_parallel_indices(batch.boundaries, cp_size, cp_rank).to(batch.tokens.device)

@@ -411,8 +411,7 @@ class WindowPacker[Key]:
         return {"keys": list(self._keys), "lengths": list(self._lengths), "costs": costs}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Replaces the samples held with those that `state` returned; a PackingError if they were held under other
-        limits."""
+        """Replaces the samples held with those of a `state`; a PackingError if they were held under other limits."""
         if set(state["costs"]) != set(self.limits):
             raise PackingError(f"the state has the costs {sorted(state['costs'])}, the packer {sorted(self.limits)}")
         self._take(range(len(self)))

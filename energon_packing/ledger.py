@@ -230,8 +230,7 @@ class Ledger:
 
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
         """Resumes counting from the `counts` of a saved state, None of one of an older release: then the samples
-        ``held`` in the state's window count as read, and are not read again. Samples read after it was saved are read
-        and counted again."""
+        ``held`` in the state's window count as read, and are not read again. What is read after it counts again."""
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
         self._of = None if counts is None else counts.get("run")
@@ -446,8 +445,7 @@ def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _standing(
     directory: Path, report: LedgerReport
 ) -> Iterator[tuple[Mapping[str, Any], list[tuple[Path, dict[str, Any]]]]]:
-    """The lines of each worker that still hold, with its mark; then those of each epoch of a plan, whose positions any
-    worker may have made."""
+    """A worker's lines that still hold, with its mark; then those of each epoch of a plan, of all workers."""
     positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
     packs_of_plan = 1
     for file, worker in _workers(directory, report):

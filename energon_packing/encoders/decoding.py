@@ -125,8 +125,7 @@ def decode_media(
 
 
 def decodable(measured: Measured, config: EncoderConfig) -> Measured:
-    """Returns the sample; ``media_too_large`` if its decoded media would take more than
-    ``config.max_decoded_bytes``."""
+    """The sample; ``media_too_large`` if its decoded media would take more than ``config.max_decoded_bytes``."""
     size = sum(
         3 * max(1, len(plan.frame_indices)) * (media.width or 0) * (media.height or 0)
         for media, plan in zip(measured.media, measured.plans, strict=True)

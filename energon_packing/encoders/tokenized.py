@@ -104,8 +104,7 @@ class SpecialTexts:
     ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
     ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
     special tokens, so that the record's are text to it, and every character stays where it is. Thinking tags do not
-    count, which records have as marks. Raises ConfigError: for ``text``, if the tokenizer cannot write a special token
-    as ordinary text."""
+    count, which records have as marks. Raises ConfigError: for ``text``, if the tokenizer cannot write one so."""
 
     def __init__(self, tokenizer: Any, choice: SpecialTokensInText) -> None:
         self._choice = choice

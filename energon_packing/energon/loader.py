@@ -399,8 +399,7 @@ class PackLoader(LoaderBase):
 
     def state_later(self) -> Callable[[], Any]:
         """See `LoaderBase.state_later`. Asking every worker for its state takes until each has finished a pack, so this
-        is left to the moment that a state is needed. Workers keep their checkpoints of the packs that may have been
-        read until then."""
+        is left to the moment that a state is needed. Until then workers keep checkpoints of the packs read."""
         if self._loader.num_workers == 0 or not self._started:
             return super().state_later()
         # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
@@ -461,8 +460,7 @@ class _WholePacks(SavableDatasetWrapper[Any]):
 
 def _state_of_rank(loader: Any, patience: float) -> Any:
     """What Energon's ``save_state_rank`` returns once all workers have begun. A worker answers before that without a
-    state, and with one pack more to skip than there is: Energon starts the thread that answers before it stores the
-    worker's first state."""
+    state, and with one pack more to skip than there is: Energon's thread answers before a first state is stored."""
     until = time.monotonic() + _BEGUN_SECONDS + patience
     while True:
         state = loader.save_state_rank()

@@ -178,10 +178,9 @@ class Replica:
 
     @classmethod
     def of(cls, groups: Any) -> "Replica":
-        """Returns the replica of this rank; a collective call of all ranks. Each hears of its own replica only, over
-        the groups that the run has: ``groups`` has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's
-        ``ProcessGroupCollection``); a missing one counts as one rank. Raises ConfigError: they do not form replicas of
-        equal size."""
+        """The replica of this rank; a collective call of all ranks. Each hears of its own only, over the groups of the
+        run: ``groups`` has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's ``ProcessGroupCollection``);
+        a missing one counts as one rank. Raises ConfigError: they do not form replicas of equal size."""
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return cls()
         dp, pp, cp, tp = (getattr(groups, name, None) for name in ("dp", "pp", "cp", "tp"))

@@ -67,8 +67,7 @@ class SharedBlock:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "SharedBlock":
         """Returns a block with the bytes of a tensor on the host. Takes the memory in which a loader's worker sent the
-        tensor, and copies it if there is none: a tensor that was made in this process, was moved to page-locked memory,
-        or is not contiguous."""
+        tensor, and copies it if there is none: one that this process made, in page-locked memory, or not contiguous."""
         storage = tensor.untyped_storage()
         by_descriptor = multiprocessing.get_sharing_strategy() == "file_descriptor"
         if by_descriptor and tensor.is_contiguous() and storage.is_shared():

@@ -88,9 +88,8 @@ def _without_frames(made: Made) -> Made:
 
 
 def _end_all() -> None:
-    for ahead in [reference() for reference in list(_running.values())]:
-        if ahead is not None:
-            ahead.stop()
+    for ahead in filter(None, [reference() for reference in list(_running.values())]):
+        ahead.stop()
     for thread in [*_running, *channel.SENDING]:
         if thread is not threading.current_thread():
             thread.join(EXIT_SECONDS)

@@ -68,10 +68,9 @@ def two_rows(key: str) -> ConfigError:
 
 class MicroBatchTaskEncoder(PackingTaskEncoder):
     """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch. If
-    a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair is
-    two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD`
-    for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for
-    `PackingTaskEncoder`."""
+    one cannot be rendered, its micro-batch has fewer. Under ``packing.pairs: both`` a preference pair is two rows, and
+    stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must
+    stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is unread, or as its base."""
 
     aligns_rows = False
     takes_buffers = False

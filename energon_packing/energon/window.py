@@ -334,10 +334,8 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
 
     def save_state(self) -> internals.FlexState:
         """Returns the state, with the fingerprint that `restore_state` compares and the counts of the drop budget."""
-        if self._restored is not None:
-            counts = self._restored.get("counts")
-        else:
-            counts = None if self._ledger is None else self._ledger.counts()
+        own = None if self._ledger is None else self._ledger.counts()
+        counts = own if self._restored is None else self._restored.get("counts")
         return internals.FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: internals.FlexState) -> None:

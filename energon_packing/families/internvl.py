@@ -22,8 +22,7 @@ class InternVL(VisionFamily):
     """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5). An image is resized to the
     grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to its own. A grid of several
     tiles is followed by a thumbnail of the whole image. Every tile costs ``image_seq_length`` tokens.
-    ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become the minimum and maximum number
-    of tiles."""
+    ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, and so the number of tiles."""
 
     name = "internvl"
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)

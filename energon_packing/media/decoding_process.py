@@ -104,8 +104,7 @@ class SharedRoom:
         return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
-        """Returns what a child described (`Results.put`), with its tensors, which lie between the bytes ``start`` and
-        ``end``."""
+        """What a child described (`Results.put`), with its tensors, between the bytes ``start`` and ``end``."""
         self._used = max(self._used, end)
         held = None
         if start < end <= self._kept:

@@ -360,8 +360,7 @@ _EVEN = 0.1
 
 def _time_points(times: Any, frames: int, rate: Fraction, work: Callable[..., None]) -> tuple[float, ...]:
     """Times as `Media.time_points`, right to a hundredth of a second, or as `MOST_POINTS` allow (a 240th of the film).
-    Empty where each frame is within `_EVEN`, or within a frame, of its number divided by the rate, and where times are
-    missing or mixed up."""
+    Empty where each is within `_EVEN`, or a frame, of its number by the rate, or times are missing or mixed up."""
     seconds = np.asarray(times, dtype=np.float64) - (times[0] if len(times) else 0.0)
     if len(times) != frames or (np.diff(seconds) < 0).any():
         return ()

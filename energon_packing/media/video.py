@@ -69,8 +69,7 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> tuple[lis
     """Finds the packets that the wanted frames need. Returns the packets to decode, in the order of the stream, and all
     packets; None if it is not known beforehand that decoding the former gives the frames of a full decode. The first
     run always holds the first packet, which tells the decoder about the encoder. The container is read from its
-    beginning to its end, and nothing is decoded. ``wanted`` are numbers of frames in display order, ascending, without
-    repetition."""
+    beginning to its end, and nothing is decoded. ``wanted`` are numbers in display order, each once, ascending."""
     if not may_have_runs(container, stream):
         return None
     packets = [packet for packet in container.demux(stream) if packet.size]

@@ -119,8 +119,7 @@ _HOOKED = "_energon_packing_hooked"
 
 
 def put_mask(params: Any, mask: torch.Tensor) -> None:
-    """Sends a mask along with a row: ``[1, t]`` bool, True where the token is padding, of the t tokens that this rank's
-    layers hold."""
+    """Sends a mask with a row: ``[1, t]`` bool, True on padding, of the t tokens that this rank's layers hold."""
     setattr(params, _ON_PARAMS, mask)
 
 

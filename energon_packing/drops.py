@@ -73,8 +73,7 @@ FALSE_STOP = 1e-6
 """Chance that each share ever stops a run whose true share is within the budget, but for what it holds (above)."""
 RECENT = 100_000  # samples of all readers that the share of late has at least; twice as many at most
 BUDGET_STARTS_AT = 200
-"""Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
-file."""
+"""Samples read before a budget above 0 is checked: the first of an unshuffled split may all come from one bad file."""
 SHARE = 0.01  # of a data set, or of one modality in it: a reason that drops this much is told
 FEWEST_READ = 200
 """Samples of a data set that are read before a run is told of anything: the first of a shard may be alike."""

@@ -216,8 +216,7 @@ def fit(
             break
         if action == "raise":
             fix = "Raise the limit, or name another action in encoder.limits.when_over."
-            sample = f"{'Sample' if choose else 'The pair'} {answers[0].key}"
-            raise ConfigError(f"{sample} has {over.detail}. {fix}")
+            raise ConfigError(f"{'Sample' if choose else 'The pair'} {answers[0].key} has {over.detail}. {fix}")
         if action == "resize":
             measured = _noted(measured, resized(answers, measured, measure, resizer, own), over, answers[0])
         elif choose is not None:

@@ -185,8 +185,7 @@ class VisionFamily(ABC):
         Args:
             plans: of all media of the sample, at least one, in conversation order.
             media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
-            raw: whether inputs that `byte_forms` names are bytes in that form; otherwise they are the processor's
-                floats.
+            raw: whether inputs that `byte_forms` names are bytes in that form; else they are the processor's floats.
         """
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Geometry that families share: what an image or video becomes, its frames, tiles and positions.
 
-Nothing here is guessed: families call these with their processor's own numbers, and a test compares each of them with
-the processor.
+Nothing here is guessed: families call these with their processor's own numbers, and tests compare them with it.
 """
 
 import math

@@ -166,8 +166,7 @@ def _martello_toth(tokens: np.ndarray, capacity: int) -> int:
     large = number[capacity - threshold] - number[half]
     large_sum = total[capacity - threshold] - total[half]
     below = np.where(threshold > 0, total[np.maximum(threshold - 1, 0)], 0)
-    rest = total[half] - below
-    overflow = np.maximum(0, rest - (large * capacity - large_sum))
+    overflow = np.maximum(0, total[half] - below - (large * capacity - large_sum))
     return int((alone + large + -(-overflow // capacity)).max())
 
 

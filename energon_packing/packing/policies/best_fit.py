@@ -197,8 +197,7 @@ def _place(packs: _Packs, shares: np.ndarray) -> np.ndarray:
     others = np.flatnonzero(spread_by)
     kind = np.argmax(shares * spread_by, axis=1)
     largest = shares.max(axis=1)
-    costly = (packs.columns[:, some] > usual[some]).any(axis=1)
-    early = costly | (largest > LARGE)
+    early = (packs.columns[:, some] > usual[some]).any(axis=1) | (largest > LARGE)
     for below, above in zip((np.inf, *LEVELS), LEVELS, strict=False):
         level = np.flatnonzero(early & (largest > above) & (largest <= below))
         for by in np.flatnonzero(np.bincount(kind[level]))[::-1].tolist():  # tokens last

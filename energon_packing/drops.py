@@ -69,14 +69,11 @@ SETTING_OF: Mapping[str, str | None] = {
     "unsupported_media": "encoder.family",
 }  # fmt: skip
 """Every reason of a ledger, and the setting that decides if its sentence names none; None: the data are the cause."""
-
 FALSE_STOP = 1e-6
 """Chance that each share ever stops a run whose true share is within the budget, but for what it holds (above)."""
 RECENT = 100_000  # samples of all readers that the share of late has at least; twice as many at most
-
 BUDGET_STARTS_AT = 200
-"""Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
-file."""
+"""Samples read before a budget above 0 is checked: the first of an unshuffled split may all come from one bad file."""
 SHARE = 0.01  # of a data set, or of one modality in it: a reason that drops this much is told
 FEWEST_READ = 200
 """Samples of a data set that are read before a run is told of anything: the first of a shard may be alike."""
@@ -238,8 +235,7 @@ class Shares:
 def over_budget(dropped: float, read: float, budget: float, *, looks: int = 1) -> bool:
     """Whether more than ``budget`` of the data is dropped, beyond doubt; there is none where all of them were read. 0
     allows no drop at all, 1 everything. ``read`` are all samples read so far, those dropped included: emitted, or still
-    held in the window. ``looks`` are the questions of this kind that share the chance `FALSE_STOP`; 0 if all data were
-    read."""
+    held in the window. ``looks`` are the questions of this kind that share `FALSE_STOP`; 0 if all data were read."""
     if dropped == 0 or not 0.0 < budget < 1.0:
         return dropped > 0 and budget <= 0.0
     if not looks:

@@ -90,7 +90,6 @@ class PackingError(RuntimeError):
 
 PAUSES = (0.1, 0.4, 1.6)  # seconds before the second, third and fourth try
 LATER_PAUSE = 5.0  # seconds before each further try of a patient read
-
 _PATIENCE: ContextVar[float | None] = ContextVar("patience", default=None)
 
 

@@ -153,8 +153,7 @@ class Ledger:
         self._write(marks | ({"of": self._of} if self._of and marks.get("resumed") else {}) | {"time": time.time()})
 
     def end_epoch(self, read: int) -> None:
-        """Marks the end of a finite epoch in which ``read`` samples were read. Raises `DropBudgetExceeded`: as
-        `check_budget`."""
+        """Marks the end of a finite epoch of ``read`` samples. Raises `DropBudgetExceeded`: as `check_budget`."""
         if self._marked:
             self._write({"epoch_read": read})
         self.check_budget()
@@ -170,8 +169,7 @@ class Ledger:
             self._count()
 
     def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
-        """Enters a sample that an earlier decode ended on; returns whether it is one. Raises `DropBudgetExceeded`: as
-        for `drop`."""
+        """Enters a sample that an earlier decode ended on; returns whether it is one. Raises as `drop`."""
         if (cause := self._causes.get((data, key))) is not None:
             self.drop(key, drops.QUARANTINED, cause, data=data, modality=modality)
         return cause is not None
@@ -232,8 +230,7 @@ class Ledger:
 
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
         """Resumes counting from the `counts` of a saved state, None of one of an older release: then the samples
-        ``held`` in the state's window count as read, and are not read again. Samples read after it was saved are read
-        and counted again."""
+        ``held`` in the state's window count as read, and are not read again. What is read after it counts again."""
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
         self._of = None if counts is None else counts.get("run")
@@ -242,8 +239,7 @@ class Ledger:
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """Returns and clears the samples dropped since the last call; they travel with the next pack. Warns
-        (`UserWarning`) if a reason drops many samples and the ledger `tells`; of a rank's workers, the first one
-        does."""
+        (`UserWarning`) if a reason drops many samples and the ledger `tells`; of workers, the first one does."""
         taken = tuple(self._pending)
         self._pending.clear()
         if self.tells:
@@ -358,11 +354,9 @@ class LedgerLock:
     def hold(self) -> None:
         """Takes the lock, which all loaders of this process share. Raises `UserError`: another process holds it, or the
         directory cannot be written."""
-        if self._path is None or self._held is not None:
-            return
-        key = os.getpid(), os.path.realpath(self._path)
-        self._held = _HELD.get(key) or _Held(self._path)
-        _HELD[key] = self._held
+        if self._path is not None and self._held is None:
+            key = os.getpid(), os.path.realpath(self._path)
+            self._held = _HELD[key] = _HELD.get(key) or _Held(self._path)
 
 
 class _Held:
@@ -382,8 +376,6 @@ class _Held:
 
 
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()
-
-
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("at", "from", "packs_of_plan", "epoch_read", "pack", "read"), int),
     "part": bool,
@@ -420,8 +412,7 @@ class LedgerReport:
 
 
 def merged(directory: Path) -> LedgerReport:
-    """Reads the ledger of a run, while it runs or afterwards. Raises `UserError`: the directory holds no ledger, or
-    cannot be read."""
+    """Reads a run's ledger, while it runs or afterwards. Raises `UserError`: there is none, or it cannot be read."""
     report = LedgerReport()
     late, recent = RECENT // max(1, len(list(directory.glob("*.jsonl")))), list[int]()
     for mark, placed in _standing(directory, report):
@@ -446,8 +437,7 @@ def merged(directory: Path) -> LedgerReport:
 
 def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a ledger that still hold, with their files: not those of runs that nobody continued, nor of packs
-    that a resumed run made again or has yet to make again. Raises `UserError`: the directory holds no ledger, or cannot
-    be read."""
+    that a resumed run made again or has yet to make again. Raises `UserError`: there is none, or it is unreadable."""
     for _, lines in _standing(directory, LedgerReport()):
         yield from lines
 
@@ -455,8 +445,7 @@ def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _standing(
     directory: Path, report: LedgerReport
 ) -> Iterator[tuple[Mapping[str, Any], list[tuple[Path, dict[str, Any]]]]]:
-    """The lines of each worker that still hold, with its mark; then those of each epoch of a plan, whose positions any
-    worker may have made."""
+    """A worker's lines that still hold, with its mark; then those of each epoch of a plan, of all workers."""
     positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
     packs_of_plan = 1
     for file, worker in _workers(directory, report):
@@ -539,8 +528,7 @@ class _Worker:
         for run in reversed(runs):
             self.mark, *own = self._runs[run]
             if self.mark.get("resumed"):
-                # Up to the pack before, with what was changed in it.
-                last = int(self.mark["from"]) - 1
+                last = int(self.mark["from"]) - 1  # up to the pack before, with what was changed in it
                 at = 1 + max((at for at, line in enumerate(self.lines) if line.get("pack") == last), default=-1)
                 while 0 < at < len(self.lines) and "changed" in self.lines[at]:
                     at += 1

@@ -22,8 +22,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 def lock(file: IO[bytes] | IO[str], place: Path, *, wait: bool, byte: int | None = None) -> None:
     """Locks an open file until it is closed: one ``byte`` of it for this process (POSIX), or the open file (BSD).
     ``place`` is what the lock is for, as the user knows it. Raises BlockingIOError, PermissionError: another process
-    has the lock, for which it is not to ``wait``; OSError: another failure of the file system. Warns UserWarning: it
-    has no locks."""
+    has the lock, for which it is not to ``wait``; OSError: another failure of the file system. Warns: it has none."""
     how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
     try:
         if byte is None:
@@ -80,11 +79,10 @@ class LineFile:
             start = max(0, end - _BLOCK)
             last = os.pread(self._file, end - start, start).rfind(b"\n")
             end = start + last + 1
-        if end == size:
-            return
-        with place.open("ab") as aside:
-            aside.write(os.pread(self._file, size - end, end) + b"\n")
-        os.ftruncate(self._file, end)
+        if end < size:
+            with place.open("ab") as aside:
+                aside.write(os.pread(self._file, size - end, end) + b"\n")
+            os.ftruncate(self._file, end)
 
 
 def read_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:

@@ -21,8 +21,6 @@ DEFINITIONS = -1  # Turn of the pieces that belong to no turn: tool definitions
 MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may look for in a text: tags, and words in brackets."""
 _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
-
-
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None  # Messages and tool definitions as a template takes them
 

@@ -45,9 +45,8 @@ def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
         try:
             declared[line[1]] = [str(token) for token in json.loads(line[2])]
         except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"encoder.chat_template: {name!r} declares {line[0].strip()!r}, which is no JSON list of texts."
-            ) from error
+            why = f"encoder.chat_template: {name!r} declares {line[0].strip()!r}, which is no JSON list of texts."
+            raise ConfigError(why) from error
     if "tokens" not in declared:
         return source
     if tokenizer.eos_token is None and "eos_token" in _COMMENT.sub("", source):

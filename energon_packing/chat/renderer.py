@@ -108,8 +108,7 @@ class TemplateRenderer:
             return False
         # Without a default prompt, the text without a system turn is the text with one, less one stretch.
         start = min(common_prefix(spoken, without), max(spoken.find(word), 0))
-        end = common_prefix(spoken[::-1], without[start:][::-1])
-        return start + end < len(without)
+        return start + common_prefix(spoken[::-1], without[start:][::-1]) < len(without)
 
     def _wants_lists(self) -> bool:
         """Whether the template reads content only as a list of parts, as some vision templates (LLaVA's) do."""
@@ -117,9 +116,8 @@ class TemplateRenderer:
             with contextlib.suppress(SampleRejected):
                 if _PROBE in self.run([{"role": "user", "content": content}], None)[0]:
                     return as_list
-        raise ConfigError(
-            "The chat template renders no text for a plain user message; give another encoder.chat_template."
-        )
+        why = "The chat template renders no text for a plain user message; give another encoder.chat_template."
+        raise ConfigError(why)
 
 
 def _no_date(form: str) -> str:

@@ -64,8 +64,7 @@ class StopTokens:
         return found.end() if (found := self._stop.match(text, start)) else start
 
     def rest(self, text: str, start: int) -> int:
-        """Returns the end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else
-        ``start``."""
+        """The end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else ``start``."""
         return found.end() if (found := self._rest.match(text, start)) else start
 
     def whole(self, text: str, at: int) -> int:

@@ -144,9 +144,7 @@ class ChatTemplate:
             before, _ = self.renderer.run(messages[:turns], tools)
         except SampleRejected:
             before = None
-        if before is not None and chat.text.startswith(before):
-            return len(before)
-        return dict(chat.ends).get(turns)
+        return len(before) if before is not None and chat.text.startswith(before) else dict(chat.ends).get(turns)
 
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
         """Returns the characters ``[start, end)`` of every thinking of an answer, with the marks around it. A text that

@@ -104,10 +104,9 @@ def tagged(thinking: str) -> str:
 
 
 def as_shown(conversation: Conversation, choice: str) -> Conversation:
-    """Returns the conversation as a template is to show it under ``encoder.thinking``: with ``strip`` without thinking,
-    its tags and the line ends after them, with ``trim_empty`` without empty thinking at the beginning of answers.
-    Raises SampleRejected: ``unclosed_thinking`` if for ``strip`` a tag has no partner in its text, or for ``mask`` an
-    opening one has none."""
+    """The conversation as a template shows it under ``encoder.thinking``: with ``strip`` without thinking, its tags and
+    the line ends after them, with ``trim_empty`` without empty thinking that begins an answer. Raises SampleRejected:
+    ``unclosed_thinking`` if for ``strip`` a tag has no partner in its text, or for ``mask`` an opening one has none."""
     if choice == "mask":
         check_closed(conversation)
     if choice not in ("strip", "trim_empty"):

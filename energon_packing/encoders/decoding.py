@@ -55,8 +55,7 @@ def visual_inputs(
     run's ``own`` family has the ``pixel_forms`` of all samples; ``resizer`` has the families with their limits."""
     family, forms = resizer.family(measured.settings), own.pixel_forms
     decoded = decode_media(measured, read, config, family)
-    raw = {"raw": True} if forms else {}
-    visual = family.pixels(measured.plans, decoded, **raw) if decoded else {}
+    visual = family.pixels(measured.plans, decoded, **{"raw": True} if forms else {}) if decoded else {}
     for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")) if family.plans_grids else ():
         planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
         if planned and name in visual and planned != (grids := visual[name].tolist()):
@@ -126,8 +125,7 @@ def decode_media(
 
 
 def decodable(measured: Measured, config: EncoderConfig) -> Measured:
-    """Returns the sample; ``media_too_large`` if its decoded media would take more than
-    ``config.max_decoded_bytes``."""
+    """The sample; ``media_too_large`` if its decoded media would take more than ``config.max_decoded_bytes``."""
     size = sum(
         3 * max(1, len(plan.frame_indices)) * (media.width or 0) * (media.height or 0)
         for media, plan in zip(measured.media, measured.plans, strict=True)

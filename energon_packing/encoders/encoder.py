@@ -277,8 +277,7 @@ class ConversationEncoder(SampleEncoder):
         is ``[3, L]`` for mRoPE, and ``pixel_forms`` says which ``visual_inputs`` are bytes. Further: ``key``,
         ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 outside the targets; each of
         `token_fields` as ``[L]``; `joining_fields`. Raises SampleRejected: ``missing_media``, ``corrupt_media``,
-        ``media_too_large``, ``decode_timeout``, or ``media_changed`` if an image or video does not have the size that
-        was measured."""
+        ``media_too_large``, ``decode_timeout``, or ``media_changed`` if one has not the measured size."""
         return self.text_row(measured) | self.visual_fields(measured, read)
 
     def text_row(self, measured: Measured) -> dict[str, Any]:
@@ -396,8 +395,7 @@ def takes(model: Any, name: str) -> bool:
 
 
 def refuse_untaken(model: Any, names: Iterable[str], encoder: Callable[[], EncoderConfig]) -> None:
-    """Refuses a model (ConfigError) whose forward does not take what the family's processor made for it: the fields
-    ``names``."""
+    """Refuses a model (ConfigError) whose forward does not take what its processor made: the fields ``names``."""
     if untaken := [name for name in names if not takes(model, name)]:
         config = encoder()
         needs = f"The family {build_family(load_processor(config), config).name} needs {', '.join(untaken)}"

@@ -24,7 +24,6 @@ from energon_packing.families.base import MediaPlan, VisionFamily
 
 Settings = tuple[tuple[str, int], ...]
 """Fields of `EncoderConfig` with the values that replace the run's for one sample, by name."""
-
 STEPS_AN_OCTAVE = 8
 """Pixel limits are lowered in steps of a factor 2**(1/8): the side of an image shrinks by 4 % per step."""
 PIXELS = tuple(round(2 ** (step / STEPS_AN_OCTAVE)) for step in range(4 * STEPS_AN_OCTAVE, 32 * STEPS_AN_OCTAVE + 1))
@@ -139,9 +138,7 @@ def tokens_of(plans: Sequence[MediaPlan]) -> int:
 
 def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
     """Returns the smallest number in ``[low, high]`` for which ``holds``; once true, it stays true."""
-    if low > high or not holds(high):
-        return None
-    return low + bisect_left(range(low, high), True, key=holds)
+    return None if low > high or not holds(high) else low + bisect_left(range(low, high), True, key=holds)
 
 
 def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
@@ -167,7 +164,6 @@ Measure = Callable[[Conversation, Settings], Measured]
 Choose = Callable[[Conversation], Collection[int]]
 """Returns the turns of a record that are trained, from the whole record; for `beginning`."""
 _NO_CUT = "no cut after an answer fits and keeps a target, with every answer that its extras describe"
-
 COUNTS: dict[str, Callable[[Measured], int]] = {
     "images": lambda measured: sum(plan.kind == "image" for plan in measured.plans),
     "frames": lambda measured: frames_of(measured.plans),
@@ -220,8 +216,7 @@ def fit(
             break
         if action == "raise":
             fix = "Raise the limit, or name another action in encoder.limits.when_over."
-            sample = f"{'Sample' if choose else 'The pair'} {answers[0].key}"
-            raise ConfigError(f"{sample} has {over.detail}. {fix}")
+            raise ConfigError(f"{'Sample' if choose else 'The pair'} {answers[0].key} has {over.detail}. {fix}")
         if action == "resize":
             measured = _noted(measured, resized(answers, measured, measure, resizer, own), over, answers[0])
         elif choose is not None:
@@ -292,8 +287,7 @@ def truncated(
 
 
 def beginning(conversation: Conversation, turns: int, trained: Collection[int]) -> Conversation:
-    """Returns the first turns of a conversation with the media that they use; of its answers, only those in ``trained``
-    are trained."""
+    """The first turns of a conversation with the media that they use; only answers in ``trained`` are trained."""
     kept = tuple(
         dataclasses.replace(turn, loss_weight=0.0) if turn.role == "assistant" and number not in trained else turn
         for number, turn in enumerate(conversation.turns[:turns])

@@ -19,7 +19,6 @@ from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, finish, repeated, wi
 
 PADDED_MEDIA = "padded_media"
 """Key of a row: names of the visual inputs ``[images, channels, height, width]`` that may be padded further."""
-
 SHARED_PLACEHOLDER = "shared_placeholder"
 """Key of a row: True if the model cannot distinguish placeholders of images from those of videos."""
 TYPES = "mm_token_type_ids"
@@ -57,13 +56,12 @@ def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = (
 
 
 def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the rows of one pack; if they contain images and videos and set `SHARED_PLACEHOLDER`, with images only.
-    This is for models that use one token for both: GLM-4.1V and GLM-4.5V. ``Glm4vModel.get_placeholder_mask``
-    (transformers 5, which Megatron-Bridge's model calls too) treats every placeholder of a row as an image when it
-    places images, and as a video when it places videos, and refuses a row that contains both. To the model a video is a
-    series of time steps, each an image: ``get_video_features`` and ``get_rope_index`` first cut it into grids ``(1,
-    height, width)``. Passed as those images, in the order of their tokens, it yields the same features and
-    positions."""
+    """The rows of one pack; if they contain images and videos and set `SHARED_PLACEHOLDER`, with images only. This is
+    for models that use one token for both: GLM-4.1V and GLM-4.5V. ``Glm4vModel.get_placeholder_mask`` (transformers 5,
+    which Megatron-Bridge's model calls too) treats every placeholder of a row as an image when it places images, and as
+    a video when it places videos, and refuses a row that contains both. To the model a video is a series of time steps,
+    each an image: ``get_video_features`` and ``get_rope_index`` first cut it into grids ``(1, height, width)``. Passed
+    as those images, in the order of their tokens, it yields the same features and positions."""
     named = {name for row in rows if row.get(SHARED_PLACEHOLDER) for name in row.get("visual_inputs") or {}}
     if not {"pixel_values", "pixel_values_videos"} <= named:
         return list(rows)

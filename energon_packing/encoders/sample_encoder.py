@@ -185,8 +185,7 @@ class SampleEncoder(ABC):
     def render(self, measured: Any, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Returns the row: ``input_ids``, ``labels`` (shifted, -100 where nothing is learned) and ``position_ids``
         int64 ``[L]``, ``loss_mask`` float32 ``[L]``, and if there are media ``visual_inputs`` (name -> tensor).
-        ``read`` returns the bytes of an image or video by its name. Raises SampleRejected: this sample alone is left
-        out of its pack."""
+        ``read`` returns the bytes of an image or video by its name. Raises SampleRejected: this sample is left out."""
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
         """Measures both answers of a preference pair; ``no_pair`` unless the encoder overrides this."""

@@ -119,8 +119,7 @@ def _allowed_cuts(offsets: np.ndarray, media: Sequence[tuple[int, int]]) -> list
     allowed = np.zeros(len(starts), dtype=bool)
     allowed[1:] = ends[:-1] <= starts[1:]
     for start, end in media:
-        held = np.flatnonzero((starts < end) & (ends > start))
-        allowed[held[1:]] = False
+        allowed[np.flatnonzero((starts < end) & (ends > start))[1:]] = False
     return np.flatnonzero(allowed).tolist()
 
 
@@ -149,8 +148,7 @@ def _turn_cuts(
 
 
 def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
-    """Returns how many of the ascending ``turns`` end at or before a token; few calls of `cut`, which renders each
-    time."""
+    """How many of the ascending ``turns`` end at or before a token; few calls of `cut`, which renders each time."""
     low, high = 0, len(turns)
     while low < high:
         middle = (low + high) // 2

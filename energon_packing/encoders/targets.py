@@ -41,8 +41,7 @@ def trained_tokens(text: TokenizedText, spans: Sequence[TrainedSpan]) -> tuple[n
 
 
 def enough_targets(measured: Measured, ratio: float) -> Measured:
-    """Returns the sample; ``too_few_targets`` unless the share of targets among its tokens is strictly above
-    ``ratio``."""
+    """The sample; ``too_few_targets`` unless the share of targets among its tokens is strictly above ``ratio``."""
     if measured.targets <= ratio * measured.length:
         least = f"their share must exceed encoder.limits.min_active_ratio={ratio:.6g}"
         found = f"only {measured.targets} of {measured.length} tokens are targets"

@@ -23,7 +23,6 @@ from energon_packing.families.base import MediaPlan, VisionFamily
 _THREADS = "TOKENIZERS_PARALLELISM"
 _KEPT_WORDS = 50_000
 """Words whose tokens the library keeps; its own 10,000 are full after a few thousand texts, and never change again."""
-
 _FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
 """Tangut characters: printable, changed by no normalizer, and in hardly any text."""
 
@@ -41,10 +40,9 @@ class TokenizedText:
         return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
-        For a character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the
-        first, so a span that ends with one would lose the others: it is asked where the character after the span
-        begins."""
+        """Tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does. For a
+        character of several tokens (an emoji in a byte-level vocabulary) ``char_to_token`` returns only the first, so a
+        span that ends with one would lose the others: it is asked where the character after the span begins."""
         first = self._encoding.char_to_token(start) if start < end else None
         behind = self._encoding.char_to_token(end) if end < len(self._text) else len(self.ids) - 1
         if first is None or behind is None or behind < first:
@@ -106,8 +104,7 @@ class SpecialTexts:
     ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
     ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
     special tokens, so that the record's are text to it, and every character stays where it is. Thinking tags do not
-    count, which records have as marks. Raises ConfigError: for ``text``, if the tokenizer cannot write a special token
-    as ordinary text."""
+    count, which records have as marks. Raises ConfigError: for ``text``, if the tokenizer cannot write one so."""
 
     def __init__(self, tokenizer: Any, choice: SpecialTokensInText) -> None:
         self._choice = choice
@@ -247,8 +244,7 @@ class TextTokenizer:
 
     def several(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[ByteText | None]:
         """Returns the tokens of each text; None where the quick way is not open. Raises TypeError or UnicodeEncodeError
-        if one is not valid Unicode. Texts that follow each other find the tokenizer's tables in the processor's cache.
-        """
+        if one is not valid Unicode. Texts that follow each other find the tokenizer's tables in the cache."""
         if self._backend.padding is not None:
             self._backend.no_padding()
         if self._backend.truncation is not None:
@@ -373,8 +369,7 @@ class Placeholders:
         return found
 
     def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:
-        """Replaces the placeholder of each image and video; ``placeholder_mismatch`` if they are not those of
-        ``plans``."""
+        """Replaces the placeholder of each medium; ``placeholder_mismatch`` if they are not those of ``plans``."""
         if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
             return Expanded(chat.text, chat.spans, (), lambda at: at)  # the search takes a tenth of the tokenization
         matches = list(self._pattern.finditer(chat.text))
@@ -407,8 +402,7 @@ class Placeholders:
         return Expanded("".join(parts), tuple(sorted(spans)), tuple(media), moved)
 
     def check_reserved(self, conversation: Conversation) -> None:
-        """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media
-        (``reserved_token``)."""
+        """Refuses (``reserved_token``) a text, tool call or tool definition with a token that stands for media."""
         called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
         texts = [(f"a {turn.role} turn", f"{turn.thinking or ''}{turn.text}") for turn in conversation.turns]
         texts += [("a tool call", text) for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]

@@ -40,9 +40,8 @@ def guard_shards(dataset: Any, *, go_on: bool) -> None:
     run ends with the name of the shard."""
     for reader in {id(reader): reader for reader in _readers(dataset)}.values():
         reader._get_itar_sample_pointer = functools.partial(_find, reader, reader._get_itar_sample_pointer)
-        reader._get_item_by_sample_pointer = functools.partial(
-            _read, reader, reader._get_item_by_sample_pointer, go_on=go_on
-        )
+        read = reader._get_item_by_sample_pointer
+        reader._get_item_by_sample_pointer = functools.partial(_read, reader, read, go_on=go_on)
 
 
 def record_of(sample: CrudeSample) -> Any:
@@ -81,13 +80,12 @@ def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any
         where = f"{reader.base_path}/{shard} at byte {pointer.byte_offset} ({pointer.byte_size} bytes): {cause}"
         if not go_on:
             raise UserError(f"A shard cannot be read: {where}. Restore it, or convert the data again.") from error
+        source = SourceInfo(dataset_path=reader.base_path, index=restore_index, shard_name=shard, file_names=())
         return FilteredSample(
             __key__=f"{shard.removesuffix('.tar')}@{pointer.byte_offset}",
             __shard__=shard,
             __restore_key__=("Webdataset", restore_index),
-            __sources__=(
-                SourceInfo(dataset_path=reader.base_path, index=restore_index, shard_name=shard, file_names=()),
-            ),
+            __sources__=(source,),
             json=_MARK + where.encode(),
         )
 
@@ -110,9 +108,8 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     try:
         conversation = Conversation.from_record(sample["__key__"], record_of(sample))
         conversation = complete(conversation, store)
-        return samples.ConversationSample(
-            **keys, conversation=conversation, store=store if conversation.media else None
-        )
+        used = store if conversation.media else None
+        return samples.ConversationSample(**keys, conversation=conversation, store=used)
     except SampleRejected as error:
         problem = samples.Problem(reason=error.reason, detail=error.detail)
     except UserError as error:  # the store is away
@@ -144,9 +141,7 @@ def _metadata(store: FileStore, name: str) -> Any:
     except RuntimeError as error:
         if isinstance(error.__cause__, sqlite3.Error):
             raise error.__cause__ from None  # `read_again` knows which of them are the store's
-        if os.path.isabs(root := str(store.get_path())) and (
-            place := samples.lost_folder(root)
-        ):  # Energon sees only that
+        if os.path.isabs(root := str(store.get_path())) and (place := samples.lost_folder(root)):  # all that it sees
             raise FileNotFoundError(errno.ENOENT, f"{place} {samples.LOST}", f"{root}/{META_DIRECTORY}") from error
         raise
 

@@ -23,7 +23,6 @@ from energon_packing.errors import ConfigError
 from energon_packing.ledger import NothingToPack
 
 _NOBODY = 1 << 30  # in place of the number of a rank
-
 Agree = Callable[[int, Literal["min", "max"]], int]
 """Returns the minimum or maximum over all ranks of a non-negative integer; all ranks call it equally often."""
 
@@ -83,8 +82,7 @@ def even_packs(
         sure = 0 if pack is None else 1 + sum(ahead.values())
         report.agreements += 1
         for _ in range(steps := agree(sure, "min" if mode == "drop" else "max")):
-            # A promised pack is lost if none of its samples can be decoded; padding takes its place.
-            if pack is None:
+            if pack is None:  # a promised pack is lost if none of its samples can be decoded; padding takes its place
                 report.padding_packs += 1
                 yield padding()
             else:

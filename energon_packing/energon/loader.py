@@ -295,7 +295,6 @@ LATE_SECONDS = 300.0  # how long a rank that has not begun to tell what it drops
 _BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
 """Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
-
 _READS = threading.Lock()
 
 
@@ -306,8 +305,7 @@ def reads_here() -> threading.Lock:
 
 
 def _after_fork() -> None:
-    # Another thread of the parent may have been reading, which the child does not have.
-    global _READS
+    global _READS  # another thread of the parent may have been reading, which the child does not have
     _READS = threading.Lock()
     WorkerConfig.active_worker_config = WorkerConfig._sample_index_stack = None
     WorkerConfig._worker_override_global_rank = None
@@ -401,8 +399,7 @@ class PackLoader(LoaderBase):
 
     def state_later(self) -> Callable[[], Any]:
         """See `LoaderBase.state_later`. Asking every worker for its state takes until each has finished a pack, so this
-        is left to the moment that a state is needed. Workers keep their checkpoints of the packs that may have been
-        read until then."""
+        is left to the moment that a state is needed. Until then workers keep checkpoints of the packs read."""
         if self._loader.num_workers == 0 or not self._started:
             return super().state_later()
         # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
@@ -463,8 +460,7 @@ class _WholePacks(SavableDatasetWrapper[Any]):
 
 def _state_of_rank(loader: Any, patience: float) -> Any:
     """What Energon's ``save_state_rank`` returns once all workers have begun. A worker answers before that without a
-    state, and with one pack more to skip than there is: Energon starts the thread that answers before it stores the
-    worker's first state."""
+    state, and with one pack more to skip than there is: Energon's thread answers before a first state is stored."""
     until = time.monotonic() + _BEGUN_SECONDS + patience
     while True:
         state = loader.save_state_rank()
@@ -618,9 +614,8 @@ def identity_of(path: str, split: str) -> dict[str, str]:
     try:
         return read_again(path, lambda: data_identity(path, split))
     except OSError as error:
-        raise UserError(
-            f"The data set {path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
-        ) from error
+        why = f"The data set {path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
+        raise UserError(why) from error
 
 
 @contextlib.contextmanager

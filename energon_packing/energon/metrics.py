@@ -144,8 +144,7 @@ class RunLines:
         self._begun = False
 
     def read(self) -> bool:
-        """Reads what was written since the last call; returns whether there was a line. Raises `UserError`: a file
-        cannot be read."""
+        """Reads what was written since the last call; returns whether there was any. Raises `UserError`: it cannot."""
         news = False
         try:
             for path in sorted(self._directory.glob("rank*.jsonl")):
@@ -295,9 +294,8 @@ class PackMetrics:
         """The metrics of a loader in one of Megatron's trainers; None without a directory."""
         if config.directory is None or loader.capacity is None:
             return None
-        return cls(
-            config, capacity=loader.capacity, rank=rank, world_size=world_size, packs_per_step=micro_batches_per_step
-        )
+        more: dict[str, Any] = {"rank": rank, "world_size": world_size, "packs_per_step": micro_batches_per_step}
+        return cls(config, capacity=loader.capacity, **more)
 
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""
@@ -330,10 +328,9 @@ class PackMetrics:
 
     def close(self) -> None:
         """Writes the last line, which says that the run ended; in the process that began, once."""
-        if self._closed or os.getpid() != self._process:
-            return
-        self._closed = True
-        self._end_interval(ended=True)
+        if not self._closed and os.getpid() == self._process:
+            self._closed = True
+            self._end_interval(ended=True)
 
     def _used(self, waited: float, number: int) -> None:
         if not self._made:
@@ -387,8 +384,7 @@ class PackMetrics:
             **({"ended": True} if ended else {}),
         }
         try:
-            if self._file is None:
-                self._file = LineFile(self._path)
+            self._file = self._file or LineFile(self._path)
             self._file.append(entry)
         except OSError as error:
             if not self._told:

@@ -156,8 +156,7 @@ class Replica:
         it, and says of it what must be the same: on all ranks, and on those that read (empty elsewhere). Ranks exchange
         four numbers, and what they stand for only where they differ: at 4,096 ranks 32 bytes each. Raises ConfigError:
         ranks differ; the message names one that does, and both values; UserError: it was raised here or on another
-        rank, whose message is told; PackingError: another rank raised something else; Exception: raised by ``act`` on
-        this rank."""
+        rank, whose message is told; PackingError: another rank raised something else; Exception: ``act`` raised it."""
         error, done = _tried(act)
         result, (of_all, of_readers) = done if done is not None else (None, ({"error": _words(error)}, {}))
         if self.world_size * self.size > 1:
@@ -179,10 +178,9 @@ class Replica:
 
     @classmethod
     def of(cls, groups: Any) -> "Replica":
-        """Returns the replica of this rank; a collective call of all ranks. Each hears of its own replica only, over
-        the groups that the run has: ``groups`` has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's
-        ``ProcessGroupCollection``); a missing one counts as one rank. Raises ConfigError: they do not form replicas of
-        equal size."""
+        """The replica of this rank; a collective call of all ranks. Each hears of its own only, over the groups of the
+        run: ``groups`` has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's ``ProcessGroupCollection``);
+        a missing one counts as one rank. Raises ConfigError: they do not form replicas of equal size."""
         if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return cls()
         dp, pp, cp, tp = (getattr(groups, name, None) for name in ("dp", "pp", "cp", "tp"))
@@ -237,8 +235,7 @@ def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
 def _stored(name: str) -> bytes:
     """Returns what rank 0 puts under a name in the ranks' store, once it does."""
     store, began, pause = _get_default_store(), time.monotonic(), 0.01
-    # `store.wait` would keep the store from the backend's own threads.
-    while not store.check([name]):
+    while not store.check([name]):  # `store.wait` would keep the store from the backend's own threads
         if time.monotonic() - began > PATIENCE.total_seconds():
             raise PackingError(
                 f"Rank 0 has read the data for {PATIENCE}, and the other ranks wait no longer; look at its storage, or "

@@ -36,7 +36,6 @@ PACK, END, ERROR, CLOSED = range(4)
 """Kinds of messages: a pack, the end of the data, an error of the reader, and that the reader reads no more."""
 _ENDED = (RuntimeError, ValueError)
 """What a call on a group of ``torch.distributed`` raises when another rank is gone, and when the group is destroyed."""
-
 _open_links: "weakref.WeakSet[_Link]" = weakref.WeakSet()
 
 
@@ -68,8 +67,7 @@ class SharedBlock:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "SharedBlock":
         """Returns a block with the bytes of a tensor on the host. Takes the memory in which a loader's worker sent the
-        tensor, and copies it if there is none: a tensor that was made in this process, was moved to page-locked memory,
-        or is not contiguous."""
+        tensor, and copies it if there is none: one that this process made, in page-locked memory, or not contiguous."""
         storage = tensor.untyped_storage()
         by_descriptor = multiprocessing.get_sharing_strategy() == "file_descriptor"
         if by_descriptor and tensor.is_contiguous() and storage.is_shared():
@@ -231,7 +229,6 @@ class HostMember(_Link):
 
 # Workers of a loader are forked from a rank; a copy of its sockets would hide from the others that it has ended.
 os.register_at_fork(after_in_child=lambda: [*map(_Link.close, list(_open_links))])
-
 SENDING: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 """Threads of closed channels, which end once the other ranks have taken what was posted."""
 
@@ -325,8 +322,7 @@ class StageSpread:
         if self._link is not None:
             self._link.accept()
         elif not leads:
-            address = dict(zip(replica.members, addresses, strict=True))[host[0]]
-            self._up = HostMember(here, host[0], address)
+            self._up = HostMember(here, host[0], dict(zip(replica.members, addresses, strict=True))[host[0]])
         if leads and len(replica.hosts) > 1:
             self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
         self.spans_hosts = self._hosts_group is not None

@@ -30,7 +30,6 @@ from energon_packing.thd.pixels import PIXELS
 EXIT_SECONDS = 10.0
 """How long the end of the interpreter waits for threads that make or send packs: one that wakes up in a library
 afterwards, its last act of letting go of a process group included, would abort the process."""
-
 _running: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[ReadAhead]]" = weakref.WeakKeyDictionary()
 
 
@@ -89,9 +88,8 @@ def _without_frames(made: Made) -> Made:
 
 
 def _end_all() -> None:
-    for ahead in [reference() for reference in list(_running.values())]:
-        if ahead is not None:
-            ahead.stop()
+    for ahead in filter(None, [reference() for reference in list(_running.values())]):
+        ahead.stop()
     for thread in [*_running, *channel.SENDING]:
         if thread is not threading.current_thread():
             thread.join(EXIT_SECONDS)
@@ -167,13 +165,9 @@ class _PassedOn(_Road):
         except Exception as error:
             self._ended = True
             if self._source is not None:
-                ended = isinstance(error, StopIteration)
-                words = (type(error).__name__, isinstance(error, UserError), str(error))
-                self._tell(
-                    channel.Message(
-                        kind=channel.END if ended else channel.ERROR, number=self.number, text=pack_to_bytes(words)
-                    )
-                )
+                kind = channel.END if isinstance(error, StopIteration) else channel.ERROR
+                words = pack_to_bytes((type(error).__name__, isinstance(error, UserError), str(error)))
+                self._tell(channel.Message(kind=kind, number=self.number, text=words))
             return Made(error=error)
         self.number += 1
         return made
@@ -182,9 +176,8 @@ class _PassedOn(_Road):
         batch = next(source)
         state = source.state_later() if self._depth else None
         if self._between.posts:
-            self._between.post(
-                channel.Message(kind=channel.PACK, number=self.number, text=pack_to_bytes(batch, pixels=False))
-            )
+            text = pack_to_bytes(batch, pixels=False)
+            self._between.post(channel.Message(kind=channel.PACK, number=self.number, text=text))
         if self.spread.reaches_others:
             large: list[torch.Tensor] = []
             text = pack_to_bytes(batch, apart=large)

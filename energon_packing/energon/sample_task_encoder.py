@@ -37,7 +37,7 @@ from energon_packing.energon.internals import FatalSampleError, SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for, by_group, data_of
 from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unlimited_failures
 from energon_packing.energon.window import attempt
-from energon_packing.errors import ConfigError, SampleRejected, UserError, refuse
+from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.thd.fields import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
@@ -49,17 +49,13 @@ UNREAD = ("window", "policy", "balance_window", "dummy_image", "pad_cu_seqlens",
 
 def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
     """Refuses settings of packs (`UNREAD`) that differ from their defaults in a mode that makes no packs."""
-    values = ((name, getattr(packing, name), getattr(PackingConfig(), name)) for name in UNREAD)
-    refuse(
-        *(
-            (
-                value != usual,
+    for name in UNREAD:
+        value, usual = getattr(packing, name), getattr(PackingConfig(), name)
+        if value != usual:
+            raise ConfigError(
                 f"{where}.{name} is {value!r}, but the mode {mode!r} chooses no packs, so nothing reads it; leave it "
-                f"at {usual!r}.",
+                f"at {usual!r}."
             )
-            for name, value, usual in values
-        )
-    )
 
 
 def two_rows(key: str) -> ConfigError:
@@ -72,10 +68,9 @@ def two_rows(key: str) -> ConfigError:
 
 class MicroBatchTaskEncoder(PackingTaskEncoder):
     """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch. If
-    a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair is
-    two rows, and stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD`
-    for what must stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for
-    `PackingTaskEncoder`."""
+    one cannot be rendered, its micro-batch has fewer. Under ``packing.pairs: both`` a preference pair is two rows, and
+    stops the run. ``packing`` has length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must
+    stay unset. Raises ConfigError: ``micro_batch_size`` is below 1, a setting is unread, or as its base."""
 
     aligns_rows = False
     takes_buffers = False
@@ -145,9 +140,8 @@ class SampleBatch(Batch):
 
 
 class MixedTaskEncoder(PackingTaskEncoder):
-    """Conversations with images and videos in any order and number; the classes below accept fewer kinds of media.
-    Raises ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is
-    invalid.
+    """Conversations with images and videos in any order and number; the classes below accept fewer kinds. Raises
+    ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is invalid.
 
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
@@ -222,7 +216,6 @@ class MixedTaskEncoder(PackingTaskEncoder):
         width = self.capacity if self.packing.pad_to_max_length else -(-max(lengths) // self.multiple) * self.multiple
         ledger = self._worker_ledger()
         ledger.emitted += len(rows)
-
         keys = tuple(sample.__key__ for sample in samples)
         visual_inputs, _ = join_visual(keys, rows)
 

@@ -203,8 +203,7 @@ def forget_members(reader: Any) -> None:
 
 @edataclass
 class RenderedSample(Sample):
-    """A sample with its tensors: what `energon_packing.thd.assemble` takes, and its cost, see `Pack`. One row, or two
-    for a preference pair."""
+    """A sample with its cost (`Pack`) and rows for `energon_packing.thd.assemble`: one, or two of a preference pair."""
 
     rows: tuple[dict[str, Any], ...]
     changes: tuple[tuple[str, str], ...] = ()

@@ -26,7 +26,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.config.setting import before, changing, entries_of, marked
 from energon_packing.energon import internals
 from energon_packing.energon.samples import beneath
-from energon_packing.errors import ConfigError, refuse
+from energon_packing.errors import ConfigError
 
 _SECTIONS = (("data", DataConfig), ("encoder", EncoderConfig), ("packing", PackingConfig), ("parallel", ParallelConfig))
 FIELDS = {f"{section}.{entry.name}": entry for section, config in _SECTIONS for entry in dataclasses.fields(config)}
@@ -44,9 +44,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "data set shares": ("ranks", "workers"),
 }
 """Entries that differ because another one does; who accepts that one accepts these."""
-
 READERS = ("ranks", "workers")  # entries that nobody can accept as changed: Energon's states hold one part per reader
-
 _NEWER = {name: json.dumps(entry.default) for name, entry in FIELDS.items() if entry.metadata.get("newer")}
 _NEWER |= before(EncoderConfig) | {
     f"encoder.{name}": json.dumps(value) for name, value in before(EncoderConfig).items()
@@ -73,17 +71,13 @@ def check_fingerprint(
     message names the first one, with both values. Or one was accepted whose change leaves nothing to restore."""
     if not isinstance(saved, Mapping):
         raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
-    refuse(
-        *(
-            (
-                name in accepted and saved.get(name) != own.get(name),
+    for name in READERS:
+        if name in accepted and saved.get(name) != own.get(name):
+            raise ConfigError(
                 f"data.accept_changed names {name!r}, but {where[0].lower()}{where[1:]} has one part per reader of "
                 f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
-                "(docs/offline.md), whose state fits any number.",
+                "(docs/offline.md), whose state fits any number."
             )
-            for name in READERS
-        )
-    )
     names = sorted(saved.keys() | own.keys())
     differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
     causes = {
@@ -136,10 +130,9 @@ def save_shallowly(dataset: Any) -> None:
     """Makes Energon's data sets beneath ``dataset`` save the states that they always save, only faster."""
     for each in beneath(dataset):
         save_shallowly(each)
-    # Those whose states grow with a setting or with the data.
-    if isinstance(
-        dataset, internals.BlendDataset | internals.ShuffleBufferDataset | internals.WebdatasetSampleLoaderDataset
-    ):
+    # Their states grow with a setting or with the data.
+    growing = internals.BlendDataset, internals.ShuffleBufferDataset, internals.WebdatasetSampleLoaderDataset
+    if isinstance(dataset, growing):
         dataset.save_state = functools.partial(_state_of, dataset)
 
 
@@ -217,11 +210,8 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
         raise ConfigError(f"{path} is not the state of a loader: it is empty. {_WAY_OUT}")
     # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
     restricted = types.ModuleType("loader_state_pickle")
-    vars(restricted).update(
-        Unpickler=_StateUnpickler,
-        load=lambda file, **options: _StateUnpickler(file, **options).load(),
-        UnpicklingError=pickle.UnpicklingError,
-    )
+    vars(restricted).update(Unpickler=_StateUnpickler, UnpicklingError=pickle.UnpicklingError)
+    vars(restricted)["load"] = lambda file, **options: _StateUnpickler(file, **options).load()
     try:
         # Without the CRC-32 of each part, which `torch.save` writes and `torch.load` does not read, one flipped bit
         # gives another position in the data, without a word.

@@ -155,20 +155,18 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             failure_tolerance=internals.get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
         )
         if self._is_overridden(self.encode_batch):
+            default = self.__default_failure_tolerance__
             packed = internals.MapDataset(
                 packed,
                 self.encode_batch,
                 worker_config=worker_config,
                 stateless_map_fn=internals.get_stateless(self.encode_batch),
-                failure_tolerance=internals.get_failure_tolerance(
-                    self.encode_batch, self.__default_failure_tolerance__
-                ),
+                failure_tolerance=internals.get_failure_tolerance(self.encode_batch, default),
             )
         return packed
 
     def loader_fingerprint(self, dataset: internals.SavableDataset[Any]) -> dict[str, Any]:
-        """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each of
-        them reads."""
+        """Returns `fingerprint` with the reader's rank, the number of readers, and what each of them reads."""
         own = dataset.worker_config
         readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
         return {**self.fingerprint(), **readers, **dealt_identity(dataset)}
@@ -461,9 +459,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
             piece = Size(segment_lengths=(tokens,), images=images, patches=patches, height=height, width=width)
             return tokens <= most and limits.holds(piece)
 
-        return encoder.split(
-            conversation, measured, fits, at=self.packing.split_at, positions=self.packing.split_positions
-        )
+        packing = self.packing
+        return encoder.split(conversation, measured, fits, at=packing.split_at, positions=packing.split_positions)
 
     def _accepting(self, conversation: Conversation) -> int:
         """Returns the index of the first encoder that accepts it; else that of the last, which raises the reason."""

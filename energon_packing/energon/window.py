@@ -40,8 +40,7 @@ _END = -1  # in place of the number of a pack, in the restore key of the end of 
 
 def render_or_drop(packer: Any, sample: MeasuredSample, ledger: Ledger) -> RenderedSample | None:
     """Decodes one sample of a pack; if that fails, the ledger names it, and only this sample is lost. Raises
-    `UserError`, `PackingError`, `FatalSampleError`: the run must stop; and what the ledger raises,
-    `DropBudgetExceeded`."""
+    `UserError`, `PackingError`, `FatalSampleError`: the run must stop; `DropBudgetExceeded`: by the ledger."""
     render = functools.partial(packer.postencode_sample, sample)
     return attempt(sample.__key__, render, ledger, data=data_of(sample), modality=sample.modality)
 
@@ -49,8 +48,7 @@ def render_or_drop(packer: Any, sample: MeasuredSample, ledger: Ledger) -> Rende
 def attempt(
     key: str, render: Callable[[], RenderedSample], ledger: Ledger, *, data: str = "", modality: str = ""
 ) -> RenderedSample | None:
-    """As `render_or_drop`, for a sample that is rendered in another way; see `DroppedSample` for ``data`` and
-    ``modality``."""
+    """As `render_or_drop`, for another way to render; see `DroppedSample` for ``data`` and ``modality``."""
     if ledger.drop_quarantined(key, data, modality):
         return None
     try:
@@ -168,8 +166,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
 
     def len_worker(self, worker_idx: int | None = None) -> int:
         """Returns the number of samples, an upper bound; the number of packs is unknown."""
-        # Energon's own wrapper reports the same bound.
-        return self.dataset.len_worker(worker_idx)
+        return self.dataset.len_worker(worker_idx)  # Energon's own wrapper reports the same bound
 
     def __iter__(self) -> Iterator[Pack]:
         before = self._wake()
@@ -210,8 +207,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         )
 
     def _wake(self) -> int:
-        """Reads the samples of a restored state again, begins the ledger, and enters those that can no longer be
-        read."""
+        """Reads a restored state's samples again, begins the ledger, and enters those that can no longer be read."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         resumed = self._restored is not None
@@ -338,10 +334,8 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
 
     def save_state(self) -> internals.FlexState:
         """Returns the state, with the fingerprint that `restore_state` compares and the counts of the drop budget."""
-        if self._restored is not None:
-            counts = self._restored.get("counts")
-        else:
-            counts = None if self._ledger is None else self._ledger.counts()
+        own = None if self._ledger is None else self._ledger.counts()
+        counts = own if self._restored is None else self._restored.get("counts")
         return internals.FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: internals.FlexState) -> None:
@@ -372,8 +366,7 @@ def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:
 class DisjointPackingDataset(WindowPackingDataset):
     """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon itself would. Energon
     calls the hooks of a task encoder inside error handlers that print an error and continue, so that a bad sample, a
-    broken selection and an invalid configuration would all be lost alike. Here they are accounted for as in the
-    window."""
+    broken selection and an invalid configuration would all be lost alike. Here they are accounted for."""
 
     _waits_for_plans = True
 
@@ -439,9 +432,8 @@ class SplitPieces(internals.BaseWrapperDataset[MeasuredSample, MeasuredSample]):
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
         number, *inner = _after_name(self, restore_key)
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
-        return internals.add_sample_restore_key(
-            sample if sample.split is None else piece_of(sample, number), number, src=self
-        )
+        piece = sample if sample.split is None else piece_of(sample, number)
+        return internals.add_sample_restore_key(piece, number, src=self)
 
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

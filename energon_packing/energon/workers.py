@@ -34,8 +34,7 @@ from energon_packing.errors import PackingError, UserError
 from energon_packing.media.decoding_process import NAME as DECODER
 from energon_packing.media.decoding_process import trim
 
-# Parameters of mallopt(3), from glibc's malloc.h.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt(3), from glibc's malloc.h
 TRIM_SECONDS = 60.0
 """Between two times that a worker returns what it has freed and kept: else each largest pack so far would last."""
 

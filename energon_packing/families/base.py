@@ -46,15 +46,12 @@ PROCESSOR_SETTINGS: Mapping[str, Literal["size", "pixels", "frames", "tokens", "
 fingerprint has all of them, in this order, and ``processor_settings`` of the family."""
 LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
 """Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
-
-Inputs = dict[str, torch.Tensor]
-"""Inputs of a model by their Hugging Face argument names."""
+Inputs = dict[str, torch.Tensor]  # inputs of a model by their Hugging Face argument names
 
 
 class VisionFamily(ABC):
-    """One family of vision-language models, bound to a processor and to the configured limits.
-
-    Limits of ``config`` are set on the processor itself, so that geometry and pixels always agree."""
+    """One family of vision-language models, bound to a processor and to the configured limits. Limits of ``config`` are
+    set on the processor itself, so that geometry and pixels always agree."""
 
     name: ClassVar[str]
     """Name in configurations and messages."""
@@ -111,9 +108,8 @@ class VisionFamily(ABC):
                     f"counts the tokens of resized {kind}s; set it to true in the processor's file."
                 )
         if config.position_ids == "mrope" and not self.mrope:
-            raise ConfigError(
-                f"encoder.position_ids is 'mrope', but the family {self.name} counts positions on one axis."
-            )
+            why = f"encoder.position_ids is 'mrope', but the family {self.name} counts positions on one axis."
+            raise ConfigError(why)
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
         """Returns the geometry of all media of one sample, see `plan`; override it if one depends on the others."""
@@ -189,8 +185,7 @@ class VisionFamily(ABC):
         Args:
             plans: of all media of the sample, at least one, in conversation order.
             media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
-            raw: whether inputs that `byte_forms` names are bytes in that form; otherwise they are the processor's
-                floats.
+            raw: whether inputs that `byte_forms` names are bytes in that form; else they are the processor's floats.
         """
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
@@ -216,8 +211,7 @@ class VisionFamily(ABC):
         self.reserved = (*placeholders.values(), *edges)
 
     def check_token(self, token: str) -> int:
-        """Returns the id of a token that the family needs. Raises ConfigError: the tokenizer lacks it as a single
-        token."""
+        """The id of a token that the family needs. Raises ConfigError: the tokenizer lacks it as a single token."""
         # The second builds the whole vocabulary as a new dictionary.
         for vocabulary in (self.tokenizer.get_added_vocab, self.tokenizer.get_vocab):
             if (token_id := vocabulary().get(token)) is not None:

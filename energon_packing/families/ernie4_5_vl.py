@@ -19,7 +19,6 @@ from energon_packing.thd.fields import TokenField
 
 SMALLEST_FRAME = 10
 """Pixels of the shorter side of a frame that the time can be drawn on: its letters are a tenth of that side."""
-
 HINT = "put the font file beside the processor's files, or set draw_on_frames to false in them"
 
 

@@ -59,14 +59,9 @@ class Gemma3(VisionFamily):
     def _crops(self, height: int, width: int) -> int:
         # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
         blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
-        return len(
-            self.images.pan_and_scan_batched(
-                blank,
-                self.images.pan_and_scan_min_crop_size,
-                self.images.pan_and_scan_max_num_crops,
-                self.images.pan_and_scan_min_ratio_to_activate,
-            )
-        )
+        names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        limits = (getattr(self.images, f"pan_and_scan_{name}") for name in names)
+        return len(self.images.pan_and_scan_batched(blank, *limits))
 
     def replacement(self, plan: MediaPlan) -> str:
         """Returns each square between its tokens and line breaks; crops follow the processor's words about them."""

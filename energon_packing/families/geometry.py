@@ -1,7 +1,6 @@
 """Geometry that families share: what an image or video becomes, its frames, tiles and positions.
 
-Nothing here is guessed: families call these with their processor's own numbers, and a test compares each of them with
-the processor.
+Nothing here is guessed: families call these with their processor's own numbers, and tests compare them with it.
 """
 
 import math
@@ -65,8 +64,6 @@ MASK_BYTES = 1_200_000_000
 MOST_PATCHES = {"pixtral": math.isqrt(MASK_BYTES // 2)}
 """What ``packing.max_patches_per_pack`` is where it is not set, by family (plans know its name only): for vision
 encoders that mask all patches of a pack against each other, and take its images padded to the largest."""
-
-
 VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
 """Settings of the choice of frames, for the ``reads`` of families; those that `chosen_frames` reads hold for all."""
 
@@ -82,9 +79,7 @@ def chosen_frames(
         return by_processor()
     if most is None or count <= most:
         return tuple(range(count))
-    if most == 1:
-        return (count // 2,)
-    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
+    return (count // 2,) if most == 1 else tuple(round(at * (count - 1) / (most - 1)) for at in range(most))
 
 
 def shown_frames(
@@ -111,8 +106,7 @@ def frames_at(points: tuple[float, ...], wanted: np.ndarray) -> np.ndarray:
 def sampled_frames(
     processor: Any, total: int, rate: Fraction, /, *, duration: float | None = None, **how: Any
 ) -> list[int]:
-    """Returns the indices that a Hugging Face video processor samples from a clip; ``how`` goes to its
-    ``sample_frames``."""
+    """The frames that a Hugging Face video processor samples of a clip; ``how`` goes to its ``sample_frames``."""
     from transformers.video_utils import VideoMetadata
 
     clip = VideoMetadata(total_num_frames=total, fps=float(rate), duration=duration)
@@ -161,9 +155,8 @@ a number meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 82
 def check_tiles(tiles: Any, where: str) -> None:
     """Refuses a tile limit above `MOST_TILES`, up to which listing the grids would take too long."""
     if isinstance(tiles, int | float) and tiles > MOST_TILES:
-        raise ConfigError(
-            f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
-        )
+        why = f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
+        raise ConfigError(why)
 
 
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
@@ -229,9 +222,8 @@ def rope_positions(
         position += int(start - cursor)
         rows, columns = h // merge, w // merge
         if end - start != t * rows * columns:
-            raise ValueError(
-                f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
-            )
+            why = f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
+            raise ValueError(why)
         steps = np.indices((t, rows, columns)).reshape(3, -1)
         steps[0] = steps[0].astype(type(interval)) * interval
         result[:, start:end] = steps + position

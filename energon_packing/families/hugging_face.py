@@ -87,12 +87,10 @@ class HuggingFace(VisionFamily):
         """Returns token ids and visual inputs of a text that contains only the images."""
         text, settings = [self.image_token * len(images)], RAW if raw else {}
         made = self.processor(text=text, images=images, return_tensors="pt", **settings)
-        visual = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
-        return made["input_ids"][0].tolist(), visual
+        return made["input_ids"][0].tolist(), {name: value for name, value in made.items() if name not in TEXT_INPUTS}
 
     def _count(self, height: int, width: int) -> int:
-        said = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-        return int(said["num_image_tokens"][0])
+        return int(self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
 
     def _split(self, ids: list[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], int]:
         """Returns the tokens before and after the run of placeholders, and its length."""
@@ -102,8 +100,7 @@ class HuggingFace(VisionFamily):
         return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns one run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts
-        none."""
+        """One run with as many tokens as the processor counts for the size; ``media_geometry`` if it counts none."""
         try:
             run = self._count(height, width) - self._overhead
         except Exception as error:

@@ -22,8 +22,7 @@ class InternVL(VisionFamily):
     """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5). An image is resized to the
     grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to its own. A grid of several
     tiles is followed by a thumbnail of the whole image. Every tile costs ``image_seq_length`` tokens.
-    ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become the minimum and maximum number
-    of tiles."""
+    ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, and so the number of tiles."""
 
     name = "internvl"
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
@@ -75,8 +74,7 @@ class InternVL(VisionFamily):
             raise ConfigError(f"encoder.video_min_frames is {self._fewest}, but {most}")
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile
-        each."""
+        """The tiles of an image as its processor counts them, or the sampled frames of a video, one tile each."""
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))

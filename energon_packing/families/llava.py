@@ -92,10 +92,9 @@ class Llava(VisionFamily):
 
 
 class LlavaNext(Llava):
-    """Geometry of ``LlavaNextProcessor`` (transformers 5).
-
-    An image is fitted into the best of ``image_grid_pinpoints`` and padded. The tokens of the padding are left out, and
-    one token ends each row. The processor itself counts the tokens, because its rounding decides."""
+    """Geometry of ``LlavaNextProcessor`` (transformers 5). An image is fitted into the best of ``image_grid_pinpoints``
+    and padded. The tokens of the padding are left out, and one token ends each row. The processor itself counts the
+    tokens, because its rounding decides."""
 
     name = "llava_next"
     processor_classes = ("LlavaNextProcessor",)
@@ -137,10 +136,9 @@ class LlavaNext(Llava):
 
 
 class LlavaOneVision(LlavaNext):
-    """Geometry of ``LlavaOnevisionProcessor`` (transformers 5).
-
-    The cost of an image depends on its sample: a single image is cut into tiles (`LlavaNext`), but each of several is
-    padded to a square and seen once. Frames of a video are pooled two by two, and one token ends the video."""
+    """Geometry of ``LlavaOnevisionProcessor`` (transformers 5). The cost of an image depends on its sample: a single
+    image is cut into tiles (`LlavaNext`), but each of several is padded to a square and seen once. Frames of a video
+    are pooled two by two, and one token ends the video."""
 
     name = "llava_onevision"
     processor_classes = ("LlavaOnevisionProcessor",)

@@ -95,8 +95,7 @@ def resized(processor: Any, image: torch.Tensor, height: int, width: int) -> tor
 
     rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
     size, kind = SizeDict(height=height, width=width), cast(Hashable, type(processor))
-    result = _resize_of(kind)(processor, rows_of_pixels, size, resample=processor.resample)
-    return result[0]
+    return _resize_of(kind)(processor, rows_of_pixels, size, resample=processor.resample)[0]
 
 
 @functools.cache

@@ -15,15 +15,9 @@ import torch
 from energon_packing.config import MODALITIES, EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families import geometry
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, Inputs, MediaPlan, VisionFamily, ask, require
-from energon_packing.families.geometry import (
-    VIDEO_FRAMES,
-    chosen_frames,
-    rope_positions,
-    sampled_frames,
-    set_pixel_limits,
-    shown_frames,
-)
+from energon_packing.families.geometry import sampled_frames
 from energon_packing.families.pixel_forms import form_of, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
@@ -34,17 +28,14 @@ DEFAULT_VIDEO_FPS = 2.0
 class QwenPatches:
     """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
     Its limits are set already, and it takes what ``kind`` says (``image`` or ``video``); ``grid`` returns patches
-    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
-
-    ``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way
-    to the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function,
-    and its bytes are sorted into patches, to their final place. `VisionFamily.pixel_forms` compares both."""
+    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame. ``Qwen2VLImageProcessor`` and the video
+    processors like it (transformers 5) copy pixels about seven times on the way to the patches, most of them as 32-bit
+    floats. Here an image or frame is resized by the processor's own function, and its bytes are sorted into patches, to
+    their final place. `VisionFamily.pixel_forms` compares both."""
 
     def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
         self._processor, self._kind, self._grid = processor, kind, grid
-        self._pixels, self._grids = (
-            ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
-        )
+        self._pixels, self._grids = "pixel_values" if kind == "image" else "pixel_values_videos", f"{kind}_grid_thw"
         # The processor repeats an image along the temporal axis; its bytes are carried once.
         repeat = (getattr(processor, "temporal_patch_size", None) or 1) if kind == "image" else 1
         self.form = form_of(processor, "patches", repeat=repeat)
@@ -93,17 +84,14 @@ def truncates_seconds() -> bool:
 
 
 class Qwen25VL(VisionFamily):
-    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
-
-    An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
-    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled
-    frames."""
+    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5). An image of ``h x w``
+    pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and costs ``grid_h * grid_w /
+    merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled frames."""
 
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
-    reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "jpeg_scaled_decoding")
-    takes_seconds: ClassVar[bool] = True
-    """Whether the model takes ``second_per_grid_ts``."""
+    reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *geometry.VIDEO_FRAMES, "jpeg_scaled_decoding")
+    takes_seconds: ClassVar[bool] = True  # whether the model takes ``second_per_grid_ts``
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -118,8 +106,8 @@ class Qwen25VL(VisionFamily):
             fix = "is not supported; set it to false and limit clips with encoder.video_max_pixels."
             raise ConfigError(f"cap_pixels_per_frame of the video processor (encoder.processor) {fix}")
         self.merge: int = self.images.merge_size
-        set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
-        set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
+        geometry.set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
+        geometry.set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
         if config.video_fps is not None and getattr(type(self.videos), "fps", None) is None:
             self.videos.num_frames = None  # which these classes would prefer to a rate
         self.video_frames = self._fixed_frames() if "video" in MODALITIES[config.modality] else None
@@ -170,9 +158,8 @@ class Qwen25VL(VisionFamily):
                 "clip; set encoder.video_fps, or do_sample_frames to true in the processor's file."
             )
         if getattr(type(videos), "fps", None) is not None and videos.fps is None:
-            raise ConfigError(
-                "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
-            )
+            why = "fps of the video processor (encoder.processor) is null; set encoder.video_fps, or fps alone there."
+            raise ConfigError(why)
         number = videos.num_frames
         if number is None or "num_frames" not in inspect.signature(videos.sample_frames).parameters:
             return None  # GLM-4.1V's has a number and never reads it
@@ -204,7 +191,7 @@ class Qwen25VL(VisionFamily):
         fps, step = float(exact), self.videos.temporal_patch_size  # processors compute with the float
         indices = None
         try:
-            indices = chosen_frames(media, self.config, lambda: self.sample_frames(total, exact))
+            indices = geometry.chosen_frames(media, self.config, lambda: self.sample_frames(total, exact))
             sides = self._video_grid(len(indices), height, width)
         except (ZeroDivisionError, ValueError) as error:
             # Qwen2-VL and Qwen2.5-VL divide by 0 time steps; GLM-4.1V, and Qwen3-VL of transformers 5.15, resize none.
@@ -223,7 +210,7 @@ class Qwen25VL(VisionFamily):
             detail = f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})"
             raise SampleRejected("too_few_frames", detail) from error
         grid = (-(-len(indices) // step), *sides)
-        shown, seconds = shown_frames(media, self.config, indices)
+        shown, seconds = geometry.shown_frames(media, self.config, indices)
         return MediaPlan(
             kind="video",
             grid=grid,
@@ -277,7 +264,7 @@ class Qwen25VL(VisionFamily):
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
         """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
         grids = [grid for plan in plans for grid in self._rope_grids(plan)]
-        return rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
+        return geometry.rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
         """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
@@ -300,10 +287,9 @@ class Qwen2VL(Qwen25VL):
 
 
 class LlavaOneVision15(Qwen25VL):
-    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with.
-
-    transformers 5.12 has no model class for them, and their processor's class says Qwen2.5-VL: choose the family by
-    name. Their text model is a plain Qwen3, so positions count tokens."""
+    """Geometry of ``Qwen2_5_VLProcessor``, which the checkpoints are published with. transformers 5.12 has no model
+    class for them, and their processor's class says Qwen2.5-VL: choose the family by name. Their text model is a plain
+    Qwen3, so positions count tokens."""
 
     name = "llava_onevision_1_5"
     processor_classes = by_name_only = ("Qwen2_5_VLProcessor",)
@@ -351,11 +337,9 @@ class Qwen3VL(TimeSteps):
         side = self.videos.patch_size * self.videos.merge_size
         clip = torch.zeros((self.videos.temporal_patch_size, 3, side, side), dtype=torch.uint8)
         metadata = {"total_num_frames": len(clip), "fps": 1.0, "frames_indices": list(range(len(clip)))}
-        made = self.processor(
-            text=[whole], videos=[clip], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
-        )
-        start = self.check_token(self._start)
-        return int((made["input_ids"] == start).sum()) == int(made["video_grid_thw"][0, 0])
+        clips = {"videos": [clip], "video_metadata": [metadata], "do_sample_frames": False}
+        made = self.processor(text=[whole], return_tensors="pt", **clips)
+        return int((made["input_ids"] == self.check_token(self._start)).sum()) == int(made["video_grid_thw"][0, 0])
 
     def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize

@@ -63,9 +63,8 @@ def load_processor(config: EncoderConfig) -> Any:
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         said = str(error).strip().splitlines()
         reason = missing_font(config.processor) or (said[0] if said else type(error).__name__)
-        raise ConfigError(
-            f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
-        ) from error
+        why = f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
+        raise ConfigError(why) from error
 
 
 def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
@@ -106,8 +105,7 @@ def warn_of_untested_releases() -> None:
 
 
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
-    """Returns the family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds
-    none."""
+    """The family that serves a processor; ConfigError if ``config.family`` is unknown, or ``auto`` finds none."""
     warn_of_untested_releases()
     kind = type(processor).__name__
     if config.family != "auto":

@@ -45,11 +45,9 @@ _GUARD = 1 << 20
 """Bytes before and after the rest that nobody may touch: a decoder that writes beyond the end of its memory may reach
 the next mapping."""
 _NONE, _READ, _WRITE = 0, 1, 2  # Protections of mprotect(2)
-
 _libc: Any = ctypes.CDLL(None)
 _mprotect: Any = getattr(_libc, "mprotect", None)
 trim: Any = getattr(_libc, "malloc_trim", bool)  # another library than glibc keeps little
-
 Place = tuple[int, int]  # Where a file lies in the memory, and its bytes
 
 
@@ -106,8 +104,7 @@ class SharedRoom:
         return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
-        """Returns what a child described (`Results.put`), with its tensors, which lie between the bytes ``start`` and
-        ``end``."""
+        """What a child described (`Results.put`), with its tensors, between the bytes ``start`` and ``end``."""
         self._used = max(self._used, end)
         held = None
         if start < end <= self._kept:
@@ -126,8 +123,7 @@ class SharedRoom:
             return flat.to(value.dtype).as_strided(value.size, value.stride)
         if held is None or value.bytes < _SMALL:
             return self.tensor(value).clone()
-        # The tensor keeps `held`, whose end frees this part.
-        return _tensor(held, value, value.place - start)
+        return _tensor(held, value, value.place - start)  # the tensor keeps `held`, whose end frees this part
 
     def tensor(self, placed: Placed) -> torch.Tensor:
         return _tensor(self._view, placed, placed.place)
@@ -224,7 +220,6 @@ MOST_CHILDREN = 4
 data sets, or of a training and a validation loader."""
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)  # the sample's doing
 _OURS = (*_FAULTS, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP)
-
 Read = Callable[[str], bytes]
 Work = Callable[[Any, Read], Mapping[str, Any]]
 
@@ -253,8 +248,7 @@ class DecodingProcess:
     def __call__(self, request: Any, read: Read, names: Sequence[str] = (), *, in_child: bool = True) -> dict[str, Any]:
         """Returns what ``work(request, read)`` returns there. What takes too long, or ends without a fault of its own,
         as by the kernel's memory killer, is tried once more in a new child. Raises SampleRejected: `CRASH`; at the
-        second try `TIMEOUT` or `ENDED`. Also whatever the function raises; UserError: `MOST_IN_A_ROW` calls in a row
-        ended the child.
+        second try `TIMEOUT` or `ENDED`. Also whatever the function raises; UserError: `MOST_IN_A_ROW` calls ended it.
 
         Args:
             read: called in this process; its errors reach the function, where that reads the file.
@@ -355,7 +349,6 @@ class DecodingProcess:
 
 _PARENTS: weakref.WeakValueDictionary[int, DecodingProcess] = weakref.WeakValueDictionary()
 """Those that started a child, the one that was idle longest first."""
-
 _lock = threading.Lock()
 """Held while it is decided which one is idle, so that no thread loses its child while it begins to use it."""
 
@@ -393,8 +386,7 @@ def _end(child: _Child) -> int:
     with contextlib.suppress(OSError):
         child.connection.close()
     with contextlib.suppress(OSError):
-        # One that is already ending keeps its own status.
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(child.pid, signal.SIGKILL)  # one that is already ending keeps its own status
         return os.waitpid(child.pid, 0)[1]
     return 0
 

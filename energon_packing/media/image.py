@@ -18,8 +18,6 @@ from energon_packing.media.probe import JPEG_SCAN, grey_range, jpeg_segments, kn
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SEQUENTIAL = (0xC0, 0xC1)  # baseline and extended, with Huffman codes
 _NOT_PLAIN = frozenset((0x01, *range(0xD0, 0xD9)))  # without a length
-
-
 Sides = tuple[float, float]  # Height and width
 
 

@@ -44,18 +44,14 @@ from energon_packing.media import DEFAULT_MAX_PIXELS
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Pillow's names of the formats opened; JPEG includes the multi-picture files of cameras. EPS would run Ghostscript."""
-
 VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "gif")
 """FFmpeg's names of the containers opened. Left out on purpose: playlists (hls, concat), which open other files."""
 
 # One packet is one shown frame for these; not for VP8 (hidden frames) or MPEG-4 part 2 (packed B-frames).
 _ONE_FRAME_A_PACKET = frozenset({"h264", "hevc", "vp9", "av1", "mjpeg"})
 SIZED_CONTAINERS = frozenset({"mov", "mp4", "matroska", "webm"})
-
 _EBML_HEADER = 0x1A45DFA3
 _MATROSKA_SEGMENT = 0x18538067
-
-
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _SIGNED = 2
@@ -221,8 +217,7 @@ def image_info(stream: BinaryIO, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode
             # Without an address: a rejects file is the same in every run.
             reason = f"no known image format{_foreign(stream)}"
         raise SampleRejected("corrupt_media", f"not a readable image: {reason}") from error
-    turned = orientation in (5, 6, 7, 8)
-    width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
+    width, height = (stored_height, stored_width) if orientation in (5, 6, 7, 8) else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height, transparent, animated)
 
 
@@ -365,8 +360,7 @@ _EVEN = 0.1
 
 def _time_points(times: Any, frames: int, rate: Fraction, work: Callable[..., None]) -> tuple[float, ...]:
     """Times as `Media.time_points`, right to a hundredth of a second, or as `MOST_POINTS` allow (a 240th of the film).
-    Empty where each frame is within `_EVEN`, or within a frame, of its number divided by the rate, and where times are
-    missing or mixed up."""
+    Empty where each is within `_EVEN`, or a frame, of its number by the rate, or times are missing or mixed up."""
     seconds = np.asarray(times, dtype=np.float64) - (times[0] if len(times) else 0.0)
     if len(times) != frames or (np.diff(seconds) < 0).any():
         return ()
@@ -443,8 +437,7 @@ def open_video(file: BinaryIO) -> Any:
 
 
 def video_stream(container: Any) -> Any:
-    """Returns the first video stream of an open container that is no cover picture; SampleRejected ``corrupt_media`` if
-    none can be decoded."""
+    """The first video stream of a container that is no cover picture; ``corrupt_media`` if none can be decoded."""
     pictured = [bool((each.disposition & each.disposition.attached_pic).value) for each in container.streams.video]
     if all(pictured):
         cover = ", only audio with a cover image" if pictured else ""

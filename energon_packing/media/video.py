@@ -69,8 +69,7 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> tuple[lis
     """Finds the packets that the wanted frames need. Returns the packets to decode, in the order of the stream, and all
     packets; None if it is not known beforehand that decoding the former gives the frames of a full decode. The first
     run always holds the first packet, which tells the decoder about the encoder. The container is read from its
-    beginning to its end, and nothing is decoded. ``wanted`` are numbers of frames in display order, ascending, without
-    repetition."""
+    beginning to its end, and nothing is decoded. ``wanted`` are numbers in display order, each once, ascending."""
     if not may_have_runs(container, stream):
         return None
     packets = [packet for packet in container.demux(stream) if packet.size]
@@ -165,8 +164,7 @@ class FrameStack:
         check_decoded_bytes(len(self._indices), width, height, self._max_bytes)
 
     def check_size(self, frame: Any) -> None:
-        """Refuses a frame, wanted or not, whose size differs from that of the first one that was decoded
-        (``corrupt_media``)."""
+        """Refuses a frame, wanted or not, of another size than the first one that was decoded (``corrupt_media``)."""
         size = frame.width, frame.height
         if self._size is None:
             # The container only announced a size; that of the decoded frame counts.
@@ -176,8 +174,7 @@ class FrameStack:
             raise size_changes(self._size, frame)
 
     def take(self, frame: Any, index: int) -> None:
-        """Keeps the pixels of a wanted frame; ``corrupt_media`` if it is rotated differently from the first one
-        taken."""
+        """Keeps the pixels of a wanted frame; ``corrupt_media`` if it is rotated unlike the first one taken."""
         rgb = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         pixels = np.rot90(rgb, round(frame.rotation / 90))  # counter-clockwise, like the rotation
         if self._frames is None:
@@ -189,8 +186,7 @@ class FrameStack:
         self.missing -= 1
 
     def tensor(self) -> torch.Tensor:
-        """Returns uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is
-        missing."""
+        """Uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is missing."""
         if self._frames is None or self.missing:
             first = self.wanted[len(self.wanted) - self.missing]
             raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")

@@ -2,8 +2,7 @@
 
 1. `pack_lengths` packs a whole list with one of `policy_names`; `pack_lengths_flat` does so for millions of samples.
    Each policy is a file in ``policies/``.
-2. `select_from_window`, `drain_window` and `WindowPacker` make the next pack of a stream; `pack_stream` packs a whole
-   stream.
+2. `select_from_window`, `drain_window` and `WindowPacker` make the next pack of a stream; `pack_stream` packs it all.
 3. `pack_sequences` and `concatenate_and_pack` work on lists of tokens and return torch tensors.
 4. `balance` orders finished packs by cost, so that data-parallel ranks wait less for each other.
 5. `check_partition` checks a packing.

@@ -37,6 +37,5 @@ def serpentine_order(costs: Sequence[int | float] | np.ndarray, block: int) -> l
 
 
 def step_efficiency(costs: np.ndarray) -> float:
-    """Share of the time in which ranks do not wait: mean cost divided by the slowest rank's, from costs
-    ``[ranks, steps]``."""
+    """Share of time in which ranks do not wait: mean cost by the slowest rank's, of costs ``[ranks, steps]``."""
     return float(costs.mean(axis=0).sum() / costs.max(axis=0).sum())

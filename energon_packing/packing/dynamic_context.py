@@ -21,16 +21,13 @@ import numpy as np
 from energon_packing.errors import ConfigError
 from energon_packing.thd.alignment import alignment_multiple
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-"""Of a step's time, the most that a sample takes that could have more ranks."""
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of a step's time, the most that a sample takes that could have more ranks
 EXCHANGE = 0.009
 """What a rank pays for the keys and values of one token that it gets from another, in units of a token without
 attention: 8 heads of 128, in both passes, at 400 GB/s, beside 3.3 us of computation in each layer of a 7B model.
 Between nodes, at 50 to 100 GB/s, it is .05."""
-EVEN = 1.001
-"""Ratio of the largest work of a rank to the mean below which no other share is tried."""
-GAIN = 0.03
-"""The gain over the best static size below which rows stay static."""
+EVEN = 1.001  # ratio of the largest work of a rank to the mean below which no other share is tried
+GAIN = 0.03  # the gain over the best static size below which rows stay static
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +60,8 @@ class Domain:
                 "are powers of two that divide the ranks; see parallel.min_dynamic_context_parallel_size."
             )
         if self.tokens % (unit := self.alignment(2) // 2):
-            raise ConfigError(
-                f"{self.tokens} tokens for each rank are no multiple of {unit}, which cutting rows needs."
-            )
+            why = f"{self.tokens} tokens for each rank are no multiple of {unit}, which cutting rows needs."
+            raise ConfigError(why)
 
     @classmethod
     def of(cls, parallel: Any, seq_length: int, *, ranks: int, reserved: int = 0) -> "Domain":
@@ -161,9 +157,8 @@ def share_step(samples: StepSamples, domain: Domain) -> Step:
     fits = np.stack([samples.fits(size, domain) for size in sizes])
     if not fits.any(axis=0).all():
         longest = int(samples.lengths.sum(axis=1)[~fits.any(axis=0)].max())
-        raise ConfigError(
-            f"a sample of {longest} tokens is longer than {sizes[-1]} ranks hold with {domain.tokens} tokens each."
-        )
+        why = f"a sample of {longest} tokens is longer than {sizes[-1]} ranks hold with {domain.tokens} tokens each."
+        raise ConfigError(why)
     mean = samples.cost / domain.ranks
     tried: list[tuple[int, int, np.ndarray, list[list[list[int]]]]] = []
     for share in SHARES:
@@ -210,9 +205,8 @@ def efficiency(steps: Sequence[tuple[StepSamples, Step]], ranks: int) -> float:
 
 def efficiency_of_fixed(batches: Sequence[StepSamples], domain: Domain, size: int) -> float:
     """Of a plan that is made for a fixed size, whose steps are even: padding and exchange are all that is lost."""
-    return sum(each.cost for each in batches) / max(
-        size * sum(int(each.times(size, domain).sum()) for each in batches), 1
-    )
+    time = size * sum(int(each.times(size, domain).sum()) for each in batches)
+    return sum(each.cost for each in batches) / max(time, 1)
 
 
 def smallest_size(domain: Domain, seq_length: int) -> int:
@@ -241,8 +235,7 @@ def best_size(batches: Sequence[StepSamples], domain: Domain, seq_length: int) -
 def _sizes_for(times: np.ndarray, fits: np.ndarray, most: float) -> np.ndarray:
     """For each sample the place of its size in times ``[sizes, N]``: the smallest within `most`, or the fastest."""
     short = fits & (times <= most)
-    fastest = np.where(fits, times, np.inf).argmin(axis=0)
-    return np.where(short.any(axis=0), short.argmax(axis=0), fastest)
+    return np.where(short.any(axis=0), short.argmax(axis=0), np.where(fits, times, np.inf).argmin(axis=0))
 
 
 def _dealt(

@@ -157,10 +157,8 @@ CONSTANTS = ModelCost(vision={"patches": PATCH}, language={"tokens": LINEAR, "sq
 def model_cost(
     config: Any, *, frozen: Collection[str] | None = None, adapted: Collection[str] = (), causal: bool = True
 ) -> ModelCost | None:
-    """Returns the cost of a step, or None if the model's layers are not known here.
-
-    A matrix that is trained counts three times, one that is frozen twice if gradients pass it, else once. Raises
-    ConfigError: there is no such part.
+    """Returns the cost of a step, or None if the model's layers are not known here. A matrix that is trained counts
+    three times, one that is frozen twice if gradients pass it, else once. Raises ConfigError: there is no such part.
 
     Args:
         config: Hugging Face's configuration of a model, or Bridge's provider.
@@ -178,8 +176,7 @@ def model_cost(
         return None
     if (family not in PROJECTIONS or _kind(vision) not in TOWERS) if vision is not None else is_provider and family:
         return None
-    given = [part for part in PARTS if getattr(config, f"freeze_{part}", False)]
-    frozen = given if frozen is None else frozen
+    frozen = [part for part in PARTS if getattr(config, f"freeze_{part}", False)] if frozen is None else frozen
     trained = [part not in (*frozen, *adapted) for part in PARTS]
     moved = [each or part in adapted for part, each in zip(PARTS, trained, strict=True)]
     back = any(moved if vision is not None else moved[2:])
@@ -254,8 +251,7 @@ def _language(text: Any, weights: int, pairs: int, causal: bool) -> dict[str, fl
         active, experts = _field(text, "active") * matrix, np.atleast_1d(_field(text, "expert")).tolist()
         shared = _field(text, "shared", _field(text, "shares", 0) * experts[0])
         each += sparse * (width * _field(text, "experts") + active * experts[0] + matrix * shared)
-        # Ernie has others for visual tokens.
-        visual = sparse * active * (experts[-1] - experts[0])
+        visual = sparse * active * (experts[-1] - experts[0])  # Ernie has others for visual tokens
     each += (len(layers) - sparse) * matrix * _field(text, "inner", 4 * width)
     square = 4 * head * heads * pairs * (0.5 if causal else 1)
     return {

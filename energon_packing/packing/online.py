@@ -155,10 +155,9 @@ def pack_stream[Sample](
 ) -> Iterator[list[Sample]]:
     """Yields packs of samples, each sample in exactly one, oldest first inside a pack. Raises UserError: an oversize or
     empty sample under ``"raise"``; names its place in the stream, length and capacity; ConfigError: capacity or window
-    below 1, an unknown oversize mode.
-
-    Memory and delay are bounded: at most `window` samples are held, and every pack contains the oldest, so a sample is
-    emitted after at most `window` packs. The last partial window is packed as a whole when the stream ends.
+    below 1, an unknown oversize mode. Memory and delay are bounded: at most `window` samples are held, and every pack
+    contains the oldest, so a sample is emitted after at most `window` packs. The last partial window is packed as a
+    whole when the stream ends.
 
     Args:
         samples: finite or endless; read one by one, never ahead of the window.
@@ -169,9 +168,8 @@ def pack_stream[Sample](
         on_drop: called with each dropped sample and the reason, one sentence.
     """
     if oversize not in ("raise", "drop"):
-        raise ConfigError(
-            f"pack_stream supports oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it"
-        )
+        why = f"pack_stream supports oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it"
+        raise ConfigError(why)
     measures = constraints or {}
     packer = WindowPacker[Sample](capacity, window, {name: limit for name, (_, limit) in measures.items()})
 

@@ -82,8 +82,7 @@ def stable_order(values: np.ndarray) -> np.ndarray:
 
 def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | Sequence[int] | int) -> None:
     """Checks that each ``expected`` index (distinct and non-negative ones, or a number N for 0 to N - 1) is in exactly
-    one group and no group is empty. Raises PackingError: names missing, duplicate and unexpected indices, and empty
-    groups."""
+    one group and no group is empty. Raises PackingError: names missing, duplicate, unexpected indices, empty groups."""
     _check_indices(flatten(groups)[0], expected)
 
 
@@ -141,7 +140,6 @@ def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int)
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:
     """Fewest packs that the samples can need: Martello and Toth's L2, and for each further limit total cost over limit.
-
     For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
     the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
 
@@ -161,16 +159,14 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints:
 def _martello_toth(tokens: np.ndarray, capacity: int) -> int:
     counts = np.bincount(tokens, minlength=capacity + 1)
     sums = counts * np.arange(counts.size)
-    # number[x] and total[x]: samples of at most x tokens
-    number, total = np.cumsum(counts), np.cumsum(sums)
+    number, total = np.cumsum(counts), np.cumsum(sums)  # number[x] and total[x]: samples of at most x tokens
     half = capacity // 2
     threshold = np.arange(half + 1)
     alone = number[capacity] - number[capacity - threshold]
     large = number[capacity - threshold] - number[half]
     large_sum = total[capacity - threshold] - total[half]
     below = np.where(threshold > 0, total[np.maximum(threshold - 1, 0)], 0)
-    rest = total[half] - below
-    overflow = np.maximum(0, rest - (large * capacity - large_sum))
+    overflow = np.maximum(0, total[half] - below - (large * capacity - large_sum))
     return int((alone + large + -(-overflow // capacity)).max())
 
 
@@ -216,7 +212,6 @@ def best_fit_into(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None =
         free, starts = np.unique(rooms[by_room] // divisor, return_index=True)
         for room, packs in zip(free.tolist(), np.split(by_room, starts[1:]), strict=True):
             put(room, packs)
-
     for length, count, at in zip(descending[first].tolist(), counts.tolist(), first.tolist(), strict=True):
         end = at + count
         while at < end:

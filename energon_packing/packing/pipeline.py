@@ -56,8 +56,7 @@ def _warm_up(micro_batches: int, layout: Layout, rank: int) -> int:
 
 
 def operations(micro_batches: int, layout: Layout) -> list[list[Operation]]:
-    """The operations of each rank in Core's order. Raises ConfigError: a size below 1, or a layout that Core
-    refuses."""
+    """The operations of each rank in Core's order. Raises ConfigError: a size below 1, a layout that Core refuses."""
     ranks, chunks, group = layout.ranks, layout.chunks, layout.group or layout.ranks
     left = micro_batches % max(group, 1)
     refuse(

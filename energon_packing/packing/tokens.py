@@ -93,7 +93,10 @@ def pack_sequences(
     policy: str = "next_fit",
     oversize: Oversize = "raise",
 ) -> torch.Tensor | tuple[torch.Tensor, Boundaries]:
-    """Packs token sequences into rows of `max_length`.
+    """Packs token sequences into rows of `max_length`, as fast-axolotl documents the function of that name. Returns
+    ``[R, max_length]`` int64, or this and `Boundaries`. Raises UserError: a sequence that is too long under
+    ``"raise"``; names its index, its length and the row's. Or a ``pad_token_id`` of None, as of a tokenizer without a
+    padding token; ConfigError: an unknown policy or oversize mode.
 
     Args:
         sequences: lists, arrays or 1-D tensors of token ids. Empty ones take no room and are listed as dropped.
@@ -102,16 +105,7 @@ def pack_sequences(
         policy: ``"next_fit"`` keeps the order; ``"best_fit"`` and ``"window"`` need up to a quarter fewer rows.
         oversize: how to treat a sequence longer than a row: ``"raise"``, ``"drop"``, ``"truncate"`` (keeps its first
             `max_length` tokens) or ``"split"`` (without loss, into separate segments).
-
-    Returns:
-        ``[R, max_length]`` int64, or this and `Boundaries`.
-
-    Raises:
-        UserError: a sequence that is too long under ``"raise"``; names its index, its length and the row's. Or a
-            ``pad_token_id`` of None, as of a tokenizer without a padding token.
-        ConfigError: an unknown policy or oversize mode.
-
-    Source: fast-axolotl's documentation of the function of that name."""
+    """
     rows, dropped = _rows([len(sequence) for sequence in sequences], max_length, policy, oversize)
     packed = _fill(rows, sequences, max_length, pad_token_id)
     return (packed, _boundaries(rows, dropped, max_length)) if return_boundaries else packed
@@ -129,7 +123,8 @@ def concatenate_and_pack(
     oversize: Oversize = "raise",
     mask_first_label: bool = False,
 ) -> PackedRows:
-    """Packs tokens, labels and attention masks together.
+    """Packs tokens, labels and attention masks together, as fast-axolotl documents the function of that name. Raises
+    UserError: unequal numbers or lengths; a sequence that is too long under ``"raise"``.
 
     Args:
         input_ids, labels, attention_masks: one list per sequence each; the three lists of a sequence have equal length.
@@ -138,11 +133,7 @@ def concatenate_and_pack(
         mask_first_label: set the label of each segment's first token to `label_pad_id`. Use it if the model shifts the
             labels itself (as Hugging Face models do); otherwise the last token of a segment would be trained to predict
             the first token of the next.
-
-    Raises:
-        UserError: unequal numbers or lengths; a sequence that is too long under ``"raise"``.
-
-    Source: fast-axolotl's documentation of the function of that name."""
+    """
     if label_pad_id is None:
         raise UserError("label_pad_id is None; pass the label that your loss ignores, or leave it out: it is -100")
     if not len(input_ids) == len(labels) == len(attention_masks):
@@ -180,8 +171,7 @@ def _rows(
         elif length <= max_length or oversize == "truncate":
             pieces.append((index, 0, min(length, max_length)))
         elif oversize == "split":
-            starts = range(0, length, max_length)
-            pieces.extend((index, start, min(max_length, length - start)) for start in starts)
+            pieces.extend((index, start, min(max_length, length - start)) for start in range(0, length, max_length))
         else:
             fix = "pass oversize='drop', 'truncate' or 'split', or a longer max_length"
             raise UserError(f"sequence {index} has {length} tokens, a row holds {max_length}; {fix}")

@@ -27,7 +27,10 @@ def pack_lengths(
     oversize: Oversize = "raise",
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Packs samples by their lengths.
+    """Packs samples by their lengths. Returns index groups (int64) in order of emission; the index of each kept sample
+    is in exactly one group. Raises UserError: a length that is not a positive integer, an oversize sample under
+    ``"raise"``; ConfigError: an unknown policy, capacity or window below 1, an oversize mode that needs tokens;
+    PackingError: the policy's result is not a partition or breaks a limit.
 
     Args:
         lengths: tokens of each sample, ``[N]`` positive integers, in stream order. With an alignment multiple, pass
@@ -39,14 +42,6 @@ def pack_lengths(
         window: samples held by ``window``; unused by the other policies.
         oversize: of a sample that exceeds the capacity or a limit by itself: ``"raise"`` a `UserError`, or ``"drop"``.
         seed: for policies with random choices; the built-in ones have none.
-
-    Returns:
-        Index groups (int64) in order of emission; the index of each kept sample is in exactly one group.
-
-    Raises:
-        UserError: a length that is not a positive integer, an oversize sample under ``"raise"``.
-        ConfigError: an unknown policy, capacity or window below 1, an oversize mode that needs tokens.
-        PackingError: the policy's result is not a partition or breaks a limit.
     """
     more: Any = {"constraints": constraints, "window": window, "oversize": oversize, "seed": seed}
     return list(pack_lengths_flat(lengths, capacity, policy, **more))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 _MODULES = ("alignment", "fields", "pixels", "batch", "rows", "assembly", "checks", "context_parallel")
 """Those with the public names; the first needs no PyTorch."""
-
 __all__ = [
     "IGNORE_INDEX",
     "INVARIANTS",

@@ -12,9 +12,8 @@ def alignment_multiple(
     eval_context_parallel: int | None = None,
 ) -> int:
     """The multiple, in tokens, to which every segment of a pack is padded; 1 if no padding is needed. Sequence
-    parallelism has no effect at TP 1; without ``eval_context_parallel`` the CP size in evaluation is the same.
-
-    Context parallelism cuts each segment into ``2 * CP`` pieces (zigzag); sequence parallelism scatters the row of one
+    parallelism has no effect at TP 1; without ``eval_context_parallel`` the CP size in evaluation is the same. Context
+    parallelism cuts each segment into ``2 * CP`` pieces (zigzag); sequence parallelism scatters the row of one
     context-parallel rank over TP ranks. The rule is that of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2:
     ``lcm(2*CP if CP > 1 else 1, CP*TP if sequence_parallel and TP > 1 else 1)`` over the training and evaluation CP.
     Raises ConfigError: a size below 1."""

@@ -64,9 +64,11 @@ def assemble(
     total_multiple: int = 1,
     extra_fields: Mapping[str, int | float | bool] | Iterable[TokenField] | None = None,
 ) -> PackedBatch:
-    """Places samples side by side in one row and computes its boundaries.
-
-    Each input row is a mapping of tensors (or arrays) of one common length L and related values:
+    """Places samples side by side in one row and computes its boundaries. Raises ConfigError: a multiple, width or
+    extra field that cannot work; PackingError: a row that breaks the contract below, named by key; also a last token
+    with a target (it would be the first token of the next sample), a weight on a position without a target, and a width
+    that leaves no room for the masked segment after a last sample that is the only padded one (`visible_order` puts
+    another one last). Each input row is a mapping of tensors (or arrays) of one common length L and related values:
 
     * ``input_ids`` ``[L]``, ``labels`` ``[L]`` (already shifted), ``loss_mask`` ``[L]``, ``position_ids`` ``[L]`` or
       ``[3, L]`` (all rows alike): required;
@@ -90,13 +92,6 @@ def assemble(
     Padding has label -100, weight 0, ``padding_mask`` True, and positions that continue from the sample's last one (as
     in Bridge's in-batch packer; for mRoPE all three axes continue from the largest, as for text). Positions of a masked
     tail segment count from 0.
-
-    Raises:
-        ConfigError: a multiple, width or extra field that cannot work.
-        PackingError: a row that breaks the contract above, named by key; also a last token with a target (it would be
-            the first token of the next sample), a weight on a position without a target, and a width that leaves no
-            room for the masked segment after a last sample that is the only padded one (`visible_order` avoids this by
-            putting another sample last).
     """
     multiple = _positive("multiple", multiple)
     total_multiple = _positive("total_multiple", total_multiple)
@@ -113,7 +108,6 @@ def assemble(
         raise ConfigError(f"extra_fields may not redefine {', '.join(clash)}")
     if not rows:
         raise PackingError("a pack without samples cannot be assembled")
-
     keys = tuple(str(index if row.get("key") is None else row["key"]) for index, row in enumerate(rows))
     arrays = [row_arrays(key, row, further) for key, row in zip(keys, rows, strict=True)]
     lengths = np.array([row["input_ids"].shape[0] for row in arrays], dtype=np.int64)
@@ -132,7 +126,6 @@ def assemble(
             f"sample {keys[-1]} ends the row of {width} tokens and is the only one followed by padding, which kernels "
             f"would overlook; put it before another sample, or leave {multiple} tokens for a masked segment"
         )
-
     starts = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(physical, out=starts[1:])
     axes = arrays[0]["position_ids"].shape[:-1]
@@ -160,7 +153,6 @@ def assemble(
     if tail:
         positions[..., width - tail :] = np.arange(tail)
     verify_targets(keys, starts, lengths, labels, loss_mask)
-
     real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)
     places = np.zeros_like(real)
     real[1 : len(rows) + 1] = np.cumsum(lengths)

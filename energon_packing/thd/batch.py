@@ -189,10 +189,9 @@ class PackedBatch:
         return replace(self, visual_inputs=visual, visual_counts=counts, pixel_forms={})
 
     def media_of_model(self) -> Mapping[str, torch.Tensor]:
-        """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL.
-
-        Bridge's Ernie model normalises the bytes of the pixels itself; nothing would show that it is done twice. Raises
-        PackingError: the row is one of Ernie 4.5 VL, and its pixels are not bytes."""
+        """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL. Bridge's Ernie model
+        normalises the bytes of the pixels itself; nothing would show that it is done twice. Raises PackingError: the
+        row is one of Ernie 4.5 VL, and its pixels are not bytes."""
         if EXPERT_TYPES not in self.extra:
             return self.finished().visual_inputs or {}
         visual = self.visual_inputs or {}
@@ -204,7 +203,6 @@ class PackedBatch:
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Returns the arguments with which a model of ``transformers`` trains on this row: ``model(**arguments)``.
-
         ``position_ids`` restart at 0 where a segment begins, padding included; that is how ``transformers`` keeps the
         segments apart, with a mask for ``sdpa`` and ``eager`` and by boundaries for flash attention. For three-axis
         positions the counted ones come first, ``[4, 1, T]``. ``labels`` are not shifted, since the models shift them.
@@ -217,14 +215,12 @@ class PackedBatch:
         weight other than 0 and 1, for which the models' own loss has no place."""
         row, counted = self.finished(), torch.arange(self.total_tokens, device=self.tokens.device)
         if self.cp_size != 1:
-            raise PackingError(
-                "models of transformers take whole rows; pass the batch before slice_for_context_parallel"
-            )
+            why = "models of transformers take whole rows; pass the batch before slice_for_context_parallel"
+            raise PackingError(why)
         visual, boundaries = dict(row.visual_inputs or {}), self.boundaries
         if self.position_ids.dim() == 2 and any(name.endswith("grid_thw") for name in visual):
-            raise PackingError(
-                "the positions of this row count tokens; set encoder.position_ids to mrope for its model"
-            )
+            why = "the positions of this row count tokens; set encoder.position_ids to mrope for its model"
+            raise PackingError(why)
         learned = self.loss_mask != 0
         if not torch.equal(self.loss_mask[learned], torch.ones_like(self.loss_mask[learned])):
             fix = "compute the loss from the model's logits, batch.labels and batch.loss_mask"
@@ -242,14 +238,13 @@ class PackedBatch:
         return arguments | visual | self.model_inputs
 
     def to_bridge(self) -> dict[str, Any]:
-        """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
-
-        Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
-        and ``input_ids`` are one object, ``max_seqlen_q`` is a 0-D int32 tensor on the host, ``total_tokens`` an int,
-        and padded boundaries are omitted if there are none. ``extra`` fields have their own names; a row with a size of
-        its own has ``local_cp_size`` (docs/dynamic_context.md). Raises PackingError:
-        the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual input for which the
-        installed ``GenericVisualInputs`` has no field, or as `media_of_model`."""
+        """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator. Keys, dtypes and
+        shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens`` and ``input_ids``
+        are one object, ``max_seqlen_q`` is a 0-D int32 tensor on the host, ``total_tokens`` an int, and padded
+        boundaries are omitted if there are none. ``extra`` fields have their own names; a row with a size of its own
+        has ``local_cp_size`` (docs/dynamic_context.md). Raises PackingError: the batch is a context-parallel slice
+        (Bridge slices the whole row itself), or has a visual input for which the installed ``GenericVisualInputs`` has
+        no field, or as `media_of_model`."""
         if self.cp_size != 1:
             raise PackingError(
                 f"this batch is the slice of context-parallel rank {self.cp_rank} of {self.cp_size}, and Bridge slices "
@@ -279,9 +274,7 @@ class PackedBatch:
 
 def real_padding(batch: PackedBatch) -> PackedBatch:
     """The batch with the padding behind each sample in the sample's segment: the only boundaries are the physical ones.
-
     Bridge's steps would make two tensors of two equal ones, in which Transformer Engine 2.18 and later see padding.
-
     Under a causal mask nothing sees what is behind it, so no token, loss or gradient of a sample changes, and kernels
     find nothing between segments. Positions, labels, ``padding_mask`` and ``sample_lengths`` stay as they were."""
     physical = batch.cu_seqlens_padded
@@ -311,9 +304,8 @@ def widened(batch: PackedBatch, width: int) -> PackedBatch:
 
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:
     """The batch with boundary arrays of ``max_segments + 1`` entries, the last boundary repeated, for CUDA graphs.
-    ``max_seqlen`` is its value for all rows of the run, because a captured graph keeps the first one.
-
-    Repeated boundaries are segments of length 0, which text attention kernels skip. Models that rebuild positions from
+    ``max_seqlen`` is its value for all rows of the run, because a captured graph keeps the first one. Repeated
+    boundaries are segments of length 0, which text attention kernels skip. Models that rebuild positions from
     boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected. Raises PackingError:
     the batch has more segments than announced, or a longer one, or is not text only."""
     if batch.visual_inputs or batch.position_ids.dim() == 3:
@@ -336,12 +328,11 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
 
 
 def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
-    """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, for the installed version.
-
-    If that version has ``pad_between_seqs``, it is set from what the host knows about the row, so that no release of
-    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it. With
-    ``total_tokens`` it has the row's length, from which Megatron-Core derives ``seq_idx``. State-space and
-    linear-attention layers need it; for a pure transformer it is a small extra computation on the device."""
+    """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, for the installed version. If that version has
+    ``pad_between_seqs``, it is set from what the host knows about the row, so that no release of Transformer Engine has
+    to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it. With ``total_tokens`` it has the row's
+    length, from which Megatron-Core derives ``seq_idx``. State-space and linear-attention layers need it; for a pure
+    transformer it is a small extra computation on the device."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     values = {key: getattr(batch, name) for name, keys in BOUNDARY_FIELDS.items() for key in keys}

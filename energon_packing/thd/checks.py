@@ -43,11 +43,9 @@ INVARIANTS = {
 
 def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
     """The invariants of a batch that do not hold; empty if all hold. A batch on an accelerator is copied to the host,
-    which costs more than the check.
-
-    Returns sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes, dtypes or boundaries are wrong,
-    invariants that depend on them are not checked. In a context-parallel slice, only metadata and shapes are
-    checked."""
+    which costs more than the check. Returns sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes,
+    dtypes or boundaries are wrong, invariants that depend on them are not checked. In a context-parallel slice, only
+    metadata and shapes are checked."""
     found = list(_types(batch)) or list(_shapes(batch))
     if found:
         return found
@@ -69,11 +67,9 @@ def check_media(
 ) -> list[str]:
     """The samples whose placeholders and media do not match, for families with grids (Qwen2-VL and its descendants):
     one sentence per mismatch, beginning with ``"media: "``; empty if all match. The ids are those of the placeholders;
-    None if the family has none.
-
-    A sample must have as many placeholder tokens as its own grids have merged patches, and as many patches as its grids
-    state. With any other number, the model would silently read another sample's image, because it only compares sums
-    over the row."""
+    None if the family has none. A sample must have as many placeholder tokens as its own grids have merged patches, and
+    as many patches as its grids state. With any other number, the model would silently read another sample's image,
+    because it only compares sums over the row."""
     found: list[str] = []
     starts = batch.boundaries.tolist()
     tokens = batch.tokens[0].cpu().numpy()
@@ -235,28 +231,22 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
     )
     labels, loss_mask, padding = labels[0], loss_mask[0], padding[0]
     starts, lengths = physical[:-1], np.diff(physical)
-    # A masked tail segment is all padding, whatever its boundaries state.
-    own = np.zeros_like(lengths)
+    own = np.zeros_like(lengths)  # a masked tail segment is all padding, whatever its boundaries state
     own[: batch.num_samples] = batch.sample_lengths
-
     expected = np.repeat(np.tile([False, True], lengths.size), np.stack([own, lengths - own], axis=1).reshape(-1))
     if (at := _first(expected != padding)) is not None:
         yield f"padding_mask: position {at} is marked {bool(padding[at])}, expected {bool(expected[at])}"
-
     if (at := _first(((labels != IGNORE_INDEX) | (loss_mask != 0)) & expected)) is not None:
         yield f"padding_targets: padding at {at} has label {labels[at]} and weight {loss_mask[at]:g}"
-
     ends = (starts + own - 1)[: batch.num_samples]
     if (segment := _first((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))) is not None:
         at, key = int(ends[segment]), batch.sample_keys[segment]
         yield f"segment_end: sample {key} ends at {at} with label {labels[at]} and weight {loss_mask[at]:g}"
-
     if not (loss_mask.min() >= 0 and loss_mask.max() < np.inf):
         at = _first(~((loss_mask >= 0) & (loss_mask < np.inf)))
         yield f"loss_weight: position {at} has weight {loss_mask[at]}"
     elif (at := _first((loss_mask > 0) & (labels < 0))) is not None:
         yield f"loss_weight: position {at} has weight {loss_mask[at]:g} but label {labels[at]}"
-
     first = np.zeros_like(lengths)
     first[: len(batch.position_starts)] = batch.position_starts
     yield from _positions(positions, starts, lengths, first)

@@ -40,8 +40,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
             f"with the multiple of alignment_multiple(context_parallel={cp_size}, ...)"
         )
     begin = np.stack([starts + cp_rank * size, starts + (pieces - 1 - cp_rank) * size], axis=1)
-    # A piece is a run of consecutive positions: shift one long arange piece by piece.
-    sizes = np.repeat(size, 2)
+    sizes = np.repeat(size, 2)  # a piece is a run of consecutive positions: shift one long arange piece by piece
     local = np.repeat(begin.reshape(-1) - (np.cumsum(sizes) - sizes), sizes)
     local += np.arange(local.size, dtype=np.int64)
     return local
@@ -49,12 +48,10 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
 
 def context_parallel_indices(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
     """Positions of the full row that a rank holds, in its order, int64 ``[T / cp_size]``, by its physical boundaries
-    ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`).
-
-    ``row.index_select(-1, context_parallel_indices(...))`` is the rank's part of a token-aligned row. Boundaries on an
-    accelerator are first copied to the host (one synchronisation); the result is on their device. Raises ConfigError: a
-    rank outside ``0 .. cp_size - 1``; PackingError: an empty segment, or one whose length is no multiple of ``2 *
-    cp_size``."""
+    ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`). ``row.index_select(-1,
+    context_parallel_indices(...))`` is the rank's part of a token-aligned row. Boundaries on an accelerator are first
+    copied to the host (one synchronisation); the result is on their device. Raises ConfigError: a rank outside ``0 ..
+    cp_size - 1``; PackingError: an empty segment, or one whose length is no multiple of ``2 * cp_size``."""
     local = context_parallel_indices_numpy(cu_seqlens_padded.cpu().numpy(), cp_size, cp_rank)
     return torch.from_numpy(local).to(cu_seqlens_padded.device)
 
@@ -63,8 +60,7 @@ def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -
     """The part of a batch that one context-parallel rank sees. Every token-aligned field is sliced along its last axis,
     including mRoPE positions ``[3, 1, T]`` and extra fields. Boundaries, ``max_seqlen`` and ``total_tokens`` stay those
     of the whole row, as attention needs them. Visual inputs stay whole, even those of images whose tokens are all on
-    other ranks. Raises ConfigError, PackingError: as `context_parallel_indices`; also for a batch that is already a
-    slice."""
+    other ranks. Raises ConfigError, PackingError: as `context_parallel_indices`; also for a slice."""
     if batch.cp_size != 1:
         raise PackingError(f"this batch is a slice of context-parallel rank {batch.cp_rank} already")
     indices = context_parallel_indices(batch.boundaries, cp_size, cp_rank).to(batch.tokens.device)

@@ -9,14 +9,12 @@ from typing import Literal
 
 import torch
 
-IGNORE_INDEX = -100
-"""The label of a position without a target (PyTorch's and Bridge's ignore index)."""
+IGNORE_INDEX = -100  # the label of a position without a target (PyTorch's and Bridge's ignore index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenField:
     """One number per token: ``[1, T]`` in a batch, ``[L]`` in a sample's row; positions also ``[3, 1, T]``, ``[3, L]``.
-
     The last axis counts tokens, and context parallelism slices it. A further field of whole numbers is an input of the
     model under its own name; one of fractions is the loss's.
 
@@ -67,10 +65,8 @@ TOKEN_FIELDS = (
     TokenField(name="padding_mask", dtype=torch.bool, pad=True, row=""),
 )
 """The fields that every row has. ``tokens`` are padded with 0, which every vocabulary has, or with the run's own."""
-
 ROW_TENSORS = tuple(field.of_row for field in TOKEN_FIELDS if field.of_row)
 """Names of the tensors that every sample's row brings."""
-
 BOUNDARY_FIELDS = {
     "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_kv"),
     "cu_seqlens_padded": ("cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
@@ -78,7 +74,6 @@ BOUNDARY_FIELDS = {
     "total_tokens": ("total_tokens",),
 }
 """Fields about the segments -> their names in the mapping for Bridge. No slice changes them, every stage reads them."""
-
 BRIDGE_KEYS = (
     *(key for field in TOKEN_FIELDS for key in field.of_bridge),
     *("attention_mask", "visual_inputs"),

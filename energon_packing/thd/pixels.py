@@ -18,11 +18,9 @@ import torch
 from energon_packing.errors import PackingError
 
 Layout = Literal["images", "patches"]
-
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Visual inputs that only the vision encoder reads, on the first pipeline stage."""
 PIXEL_FORMS = "pixel_forms"  # Key of a row: name of a visual input -> `PixelForm`, for those that are bytes
-
 _CHUNK = 1 << 18  # Values that are finished at a time on a CPU: as many as stay in its cache
 
 
@@ -120,8 +118,7 @@ def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Ten
         sides = [math.prod(shape) for shape in shapes]
         if sum(sides) != len(pixels):
             raise PackingError(f"images of {sum(sides)} values are said to be in {len(pixels)} bytes")
-        parts = pixels.split(sides)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(pixels.split(sides), shapes, strict=True)]
     return [image[:, :height, :width] for image, (_, height, width) in zip(pixels, shapes, strict=True)]
 
 

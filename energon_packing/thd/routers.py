@@ -83,8 +83,7 @@ def _apply_aux_loss(router: Any, probs: torch.Tensor, scores: torch.Tensor, *res
 
 def _balance(name: str, router: Any, *given: Any, **keywords: Any) -> Any:
     """Computes a balance loss without its fused kernel under a mask, where Megatron-Core divides the count of tokens:
-    Transformer Engine takes an integer, waits for it once per layer before 2.18, and refuses a fraction from then on.
-    """
+    Transformer Engine takes an integer, waits for it once per layer before 2.18, then refuses a fraction."""
     config = router.config
     if getattr(router, _REPAIRED) is not None and getattr(config, "moe_router_fusion", False):
         router.config = copy(config)
@@ -120,8 +119,7 @@ _HOOKED = "_energon_packing_hooked"
 
 
 def put_mask(params: Any, mask: torch.Tensor) -> None:
-    """Sends a mask along with a row: ``[1, t]`` bool, True where the token is padding, of the t tokens that this rank's
-    layers hold."""
+    """Sends a mask with a row: ``[1, t]`` bool, True on padding, of the t tokens that this rank's layers hold."""
     setattr(params, _ON_PARAMS, mask)
 
 

@@ -173,8 +173,7 @@ def join_visual(
 
 
 def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, PixelForm]:
-    """The forms of the visual inputs that are bytes, by name. Raises PackingError: two samples have the same input in
-    different forms."""
+    """Forms of the visual inputs that are bytes, by name. Raises PackingError: samples differ in the form of one."""
     forms: dict[str, PixelForm] = {}
     for key, row in zip(keys, rows, strict=True):
         for name, form in (row.get(PIXEL_FORMS) or {}).items():

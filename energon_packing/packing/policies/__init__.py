@@ -14,19 +14,15 @@ from energon_packing.packing.constraints import Constraints
 from energon_packing.registry import Registry
 
 Number = int | float
-Costs = Mapping[str, Sequence[Number]] | None
-"""Further costs by name, one per sample."""
-Limits = Mapping[str, Number] | None
-"""For each limited cost, the most that a pack may hold."""
-Groups = Sequence[np.ndarray]
-"""The indices of each pack, ``[samples]`` int64."""
+Costs = Mapping[str, Sequence[Number]] | None  # further costs by name, one per sample
+Limits = Mapping[str, Number] | None  # for each limited cost, the most that a pack may hold
+Groups = Sequence[np.ndarray]  # the indices of each pack, ``[samples]`` int64
 
 
 class Policy(Protocol):
-    """Packs a whole list: lengths in, index groups out. Pure, deterministic for a given seed, NumPy only.
-
-    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each of which fits
-    alone. The groups, in order of emission, must partition ``range(N)`` within every limit; this is checked."""
+    """Packs a whole list: lengths in, index groups out. Pure, deterministic for a given seed, NumPy only. `lengths` is
+    ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each of which fits alone. The
+    groups, in order of emission, must partition ``range(N)`` within every limit; this is checked."""
 
     def __call__(
         self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
@@ -35,7 +31,6 @@ class Policy(Protocol):
 
 class NextPack(Protocol):
     """Takes the next pack from a sliding window: ascending positions that include position 0, the oldest sample.
-
     `lengths` and each of `costs` describe the samples held, oldest first; `limits` bounds the costs. `ended` means that
     the stream has ended and no samples follow those held."""
 
@@ -46,10 +41,8 @@ class NextPack(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingPolicy:
-    """A registered policy: packs a list, and a stream.
-
-    Without `next_pack`, it packs the whole window each time and the pack with the oldest sample is used
-    (`energon_packing.packing.online`)."""
+    """A registered policy: packs a list, and a stream. Without `next_pack`, it packs the whole window each time and the
+    pack with the oldest sample is used (`energon_packing.packing.online`)."""
 
     whole_list: Policy
     next_pack: NextPack | None = None

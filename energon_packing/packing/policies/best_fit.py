@@ -141,10 +141,8 @@ def _numbers(groups: Groups) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Packs:
-    """Partly filled packs; the arrays change.
-
-    `columns` ``[N, limits]`` are what each sample costs, tokens first; `free` ``[packs, limits]`` what each pack has
-    left; `pack` ``[N]`` that of each sample, -1 if it has none."""
+    """Partly filled packs; the arrays change. `columns` ``[N, limits]`` are what each sample costs, tokens first;
+    `free` ``[packs, limits]`` what each pack has left; `pack` ``[N]`` that of each sample, -1 if it has none."""
 
     columns: np.ndarray
     free: np.ndarray
@@ -199,8 +197,7 @@ def _place(packs: _Packs, shares: np.ndarray) -> np.ndarray:
     others = np.flatnonzero(spread_by)
     kind = np.argmax(shares * spread_by, axis=1)
     largest = shares.max(axis=1)
-    costly = (packs.columns[:, some] > usual[some]).any(axis=1)
-    early = costly | (largest > LARGE)
+    early = (packs.columns[:, some] > usual[some]).any(axis=1) | (largest > LARGE)
     for below, above in zip((np.inf, *LEVELS), LEVELS, strict=False):
         level = np.flatnonzero(early & (largest > above) & (largest <= below))
         for by in np.flatnonzero(np.bincount(kind[level]))[::-1].tolist():  # tokens last

@@ -28,8 +28,7 @@ def pack_next_fit(lengths: np.ndarray, capacity: int, constraints: Constraints, 
         else:
             for at, column in enumerate(columns):
                 used[at] += column[index]
-    ends = [*starts[1:], lengths.size]
-    return [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    return [np.arange(start, end) for start, end in zip(starts, [*starts[1:], lengths.size], strict=True)]
 
 
 POLICY = PackingPolicy(whole_list=pack_next_fit)

@@ -37,10 +37,8 @@ OLDEST, ASKED = 64, 1024
 CHANCE, NOISE = 2.0, 0.1
 # The most samples that a fit under limits looks at, unless more are asked: more make it slower, and hardly better.
 MOST = 256
-# Tokens alone are fitted first if the other limits need at most this share of the packs that tokens need.
-SCARCE = 0.9
-# A pack is full of what is scarce if one part of so many is free.
-FULL = 2048
+SCARCE = 0.9  # tokens alone are fitted first if the other limits need at most this share of the packs that tokens need
+FULL = 2048  # a pack is full of what is scarce if one part of so many is free
 # An exact fit has at most so many places, tokens times levels. Of larger packs the oldest samples are taken first,
 # until this share of one of the two is left; what is left of them may differ by a share of it.
 PLACES, HAND_OVER, UNEVEN = 1 << 15, 0.125, 0.3
@@ -54,7 +52,6 @@ LOOSE, UNIT_PARTS, LEVEL_PARTS, LOOSE_LEVELS = 0.02, 512, 64, 1024
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
     """The first exact fit of ``room``, or the fullest subset if there is none; positions in no particular order.
-
     Samples, of positive ``lengths``, are added in the order of ``positions`` until some subset fills the room exactly;
     those longer than the room are skipped. Among the subsets with the best sum, the one that needs the shortest prefix
     of ``positions`` wins."""
@@ -155,11 +152,9 @@ def _repeated(bits: int, stride: int, times: int) -> int:
 def fill_limited(
     lengths: Sequence[int], capacity: int, costs: Mapping[str, Sequence[Number]], limits: Mapping[str, Number]
 ) -> list[int]:
-    """Returns positions of one pack under several limits, in no particular order.
-
-    Position 0 is among them and must fit alone. What the oldest samples need most packs for, tokens or a limit, is
-    scarce; of the others a pack may leave free what they need less. Each step is used only if the previous one is not
-    enough:
+    """Returns positions of one pack under several limits, in no particular order. Position 0 is among them and must fit
+    alone. What the oldest samples need most packs for, tokens or a limit, is scarce; of the others a pack may leave
+    free what they need less. Each step is used only if the previous one is not enough:
 
     1. Fit tokens alone, oldest first. This suffices if tokens run out first and the fit happens to obey the limits.
     2. An exact subset sum over tokens and the scarcest limit, oldest first. Of large packs, the oldest samples that fit
@@ -223,9 +218,8 @@ class _Fit:
         if loose:
             levels, parts = (LEVELS, UNIT_PARTS) if units and limit <= LEVELS else (LOOSE_LEVELS, LEVEL_PARTS)
         if len(chosen) == 1:
-            chosen = self._oldest(
-                lambda free: min(free[0], parts) * (min(free[self.second], levels) if units else levels)
-            )
+            at = self.second
+            chosen = self._oldest(lambda free: min(free[0], parts) * (min(free[at], levels) if units else levels))
         while True:
             left = self.free(chosen)[self.second]
             added = self._added(chosen, parts, int(left) if units and left <= levels else levels, spare)
@@ -417,8 +411,7 @@ class WindowPacker[Key]:
         return {"keys": list(self._keys), "lengths": list(self._lengths), "costs": costs}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Replaces the samples held with those that `state` returned; a PackingError if they were held under other
-        limits."""
+        """Replaces the samples held with those of a `state`; a PackingError if they were held under other limits."""
         if set(state["costs"]) != set(self.limits):
             raise PackingError(f"the state has the costs {sorted(state['costs'])}, the packer {sorted(self.limits)}")
         self._take(range(len(self)))

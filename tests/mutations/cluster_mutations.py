@@ -19,7 +19,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=266,
         name="a task whose node is lost has had a death",
-        test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death",
+        test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death_and_one_whose_nodes_vanish_is_given_up_late",
         oracle="the definition; nodes of `ray.cluster_utils` that are killed, in `test_ray_nodes.py`",
         edits=(
             (WORK, "        attempt.workers -= 1\n", "        attempt.workers -= 1\n        attempt.deaths += 1\n"),
@@ -37,7 +37,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         name="the last try is not the last",
         test=EXECUTORS + "test_a_task_at_which_three_workers_died_is_given_up_by_name[local]",
         oracle="the notes that each attempt leaves",
-        edits=((WORK, "(self._last if attempt.deaths == MOST_DEATHS - 1 else self._again)", "self._again"),),
+        edits=((WORK, "(self._last if suspect else self._again)", "self._again"),),
     ),
     Mutation(
         trap=268,

@@ -1,5 +1,6 @@
 """A job for Slurm: an array whose tasks each run the command for a list of shards, and a last step that looks."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from itertools import batched, count
@@ -55,7 +56,7 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
         files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "lists": lists, "folder": folder}
         script = _JOB.format(
             **{name: shlex.quote(str(path)) for name, path in files.items()},
-            header=(folder / "header.sh").read_text(encoding="utf-8"),
+            header=os.fsdecode((folder / "header.sh").read_bytes()),
             here=shlex.quote(str(Path.cwd())),
             name=command[0],
             words=shlex.join(command[1:]),
@@ -67,4 +68,4 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
 
 def _write(file: Path, lines: Sequence[str]) -> None:
     with replacing(file) as aside:
-        aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        aside.write_bytes(os.fsencode("".join(f"{line}\n" for line in lines)))  # names need not be UTF-8

@@ -1,8 +1,11 @@
 """What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
 
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from energon_packing.errors import UserError, refuse
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers
 from energon_packing.offline.slurm import write_job
+from energon_packing.remote_files import listed, remote_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,8 @@ def work_shared(
     label: Callable[[Any], str] = str,
     there: Callable[[Any], Any] = lambda _: None,
     aside: Callable[[Any, GivenUp], Any] = lambda *_: None,
-    absent: Callable[[list[Any]], int] = lambda _: 0,
+    hole: Callable[[Any], Any] = lambda _: None,
+    file: Callable[[Any], Path] | None = None,
     size: Callable[[Any], int],
     progress: Callable[[int, int], None],
     directories: Sequence[Path] = (),
@@ -93,15 +98,16 @@ def work_shared(
         label: what a task is called in a list.
         there: the result of a task that is done already, else None.
         aside: the result of one at which too many workers died, else None.
-        absent: how many of some tasks are not done for sure, at a glance; `there` opens what was made.
+        hole: the result of one that another command set aside, else None.
+        file: that a task makes, so that those without one are counted at a glance; `there` opens what was made.
         size: of a task, for `progress`, which is called with what is done and all that there is to do.
         directories: in which files are left over if the work ends with an error.
     """
     shared = config if isinstance(config, SharedConfig) else SharedConfig()
     results: list[Any] = [None] * len(tasks)
-    listed, share = shared.tasks, tasks[shared.rank :: shared.world_size]
-    if listed is not None:
-        share = _listed(listed, {label(task): task for task in tasks})
+    named, share = shared.tasks, tasks[shared.rank :: shared.world_size]
+    if named is not None:
+        share = _listed(named, {label(task): task for task in tasks})
     for task in share:
         results[task.number] = there(task)
     # Not every world_size-th of what is left: ranks look at different times.
@@ -113,18 +119,22 @@ def work_shared(
             return SharedResults(results=results, done=0, reused=reused, missing=len(left))
     done, total = 0, sum(map(size, mine))
     progress(done, total)
-    for _ in range(2):  # no more: some file systems refuse a lock even to those who wait for it
+    for again in range(2):  # no more: some file systems refuse a lock even to those who wait for it
         if not left:
             break
+        if again:
+            names = ", ".join(label(task) for task in left[:3]) + (", ..." if len(left) > 3 else "")
+            warnings.warn(f"Waiting for another command that is making {names}.", stacklevel=2)
         try:
             # Not this process for one task, which may kill it.
             executor = config.executor_config().executor(max(2, len(left)))
             # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
             with ended_by_sigterm(), closing(executor.results(left, work)) as ended:
                 for task, result in ended:
-                    if isinstance(result, GivenUp):
-                        dead[task.number] = str(result)
-                        result = aside(task, result)
+                    # Else another command has done it meanwhile.
+                    if isinstance(why := result, GivenUp) and (result := there(task)) is None:
+                        dead[task.number] = str(why)
+                        result = aside(task, why)
                     results[task.number] = result
                     if result is not None:
                         done += size(task)
@@ -136,20 +146,39 @@ def work_shared(
         left = [replace(task, wait=True) for task in left if results[task.number] is None and task.number not in dead]
     # Other ranks may have finished meanwhile; of those in lists somebody else looks.
     others = [task for task in tasks if results[task.number] is None and task.number not in dead]
-    if not (missing := absent(others) if listed is None else len(others)):
+    if not (missing := (_absent([file(task) for task in others]) if file else 0) if named is None else len(others)):
         for task in others:
             results[task.number] = there(task)
+            if results[task.number] is None and (result := hole(task)) is not None:
+                results[task.number], dead[task.number] = result, f"{label(task)} was set aside by another command"
         missing = [results[task.number] for task in others].count(None)
     told = tuple(dead[number] for number in sorted(dead))
-    return SharedResults(results=results, done=len(mine) - len(dead), reused=reused, missing=missing, set_aside=told)
+    done = sum(results[task.number] is not None and task.number not in dead for task in mine)
+    return SharedResults(results=results, done=done, reused=reused, missing=missing, set_aside=told)
+
+
+def _absent(files: Sequence[Path]) -> int:
+    """How many of some files are not there, from one list of each directory."""
+    absent = 0
+    for directory, of_it in groupby(sorted(files), lambda path: path.parent):
+        address = remote_address(directory)
+        there = (
+            {name for name, _ in listed(address)}
+            if address
+            else {*(os.listdir(directory) if directory.is_dir() else ())}
+        )
+        absent += len({path.name for path in of_it} - there)
+    return absent
 
 
 def _listed(file: Path, named: dict[str, Any]) -> list[Any]:
     """The tasks that a file names, in the order of all."""
     try:
-        names = {*file.read_text(encoding="utf-8").splitlines()}
-    except (OSError, ValueError) as error:
+        names = {*os.fsdecode(file.read_bytes()).split("\n")} - {""}
+    except OSError as error:
         raise UserError(f"--tasks {file} cannot be read ({error}); it is a list that --slurm writes") from error
     if unknown := names - {*named}:
-        raise UserError(f"--tasks {file} names {min(unknown)}, which is no shard of this command; write the lists anew")
+        raise UserError(
+            f"--tasks {file} names {min(unknown)!r:.200}, which is no shard of this command; write the lists anew"
+        )
     return [task for name, task in named.items() if name in names]

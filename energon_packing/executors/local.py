@@ -117,9 +117,9 @@ class LocalProcesses:
             try:
                 started.connection.send_bytes(message)
             except OSError:
-                if worker is not None:  # it died before; the end of one that has just begun may come again, and counts
-                    attempts.give_back(started.given.pop())
-                if held:  # as reading from it will show
+                if worker is not None:  # else it died as it began, which counts
+                    attempts.give_back(worker.given.pop())
+                if held:
                     return
 
 
@@ -186,9 +186,8 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _local(workers: int | None, address: str | None, tasks: int | None) -> Executor:
-    # Of a job that has some of them.
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(8, usable) if workers is None else workers
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    count = min(8, len(usable)) if workers is None else workers
     count = count if tasks is None else min(count, tasks) if tasks > 1 else 0
     return LocalProcesses(count) if count else CallingProcess()
 

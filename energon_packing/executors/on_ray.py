@@ -127,18 +127,16 @@ class RayWorkers:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from error
                 except ray.exceptions.RayError as error:
                     lost = error
-                unreachable = isinstance(lost, ray.exceptions.ActorUnavailableError)
                 if lost is not None and asked != "life":
                     end(actor)  # one that cannot be reached may live, and would keep its CPU
-                if asked == "life" or (unreachable and attempt is not None):
-                    gone = lost is not None and not isinstance(lost, crashes)  # it was preempted, or is unreachable
-                    if attempt is not None:
-                        if (given_up := attempts.died(attempt, how, lost=gone)) is not None:
-                            yield attempt.task, given_up  # type: ignore[misc]
-                    elif not gone and before[actor] <= alive():  # else a node vanished while it started
-                        failed_starts += 1
-                        if failed_starts >= _MOST_FAILED_STARTS:
-                            raise _cannot_start(how)
+                if asked == "life" or isinstance(lost, ray.exceptions.ActorUnavailableError):
+                    gone = lost is not None and not isinstance(lost, crashes)  # it was preempted, or perhaps is
+                    if attempt is not None and (given_up := attempts.died(attempt, how, lost=gone)) is not None:
+                        yield attempt.task, given_up  # type: ignore[misc]
+                    # Else a node vanished meanwhile.
+                    failed_starts += attempt is None and not gone and before[actor] <= alive()
+                    if failed_starts >= _MOST_FAILED_STARTS:
+                        raise _cannot_start(how)
                 elif lost is not None:
                     # Whether it died by itself or with its node says that node: what must run there, runs or cannot.
                     there = NodeAffinitySchedulingStrategy(nodes[actor], soft=False) if actor in nodes else "DEFAULT"

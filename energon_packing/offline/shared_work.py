@@ -123,8 +123,8 @@ def work_shared(
         if not left:
             break
         if again:
-            names = ", ".join(label(task) for task in left[:3]) + (", ..." if len(left) > 3 else "")
-            warnings.warn(f"Waiting for another command that is making {names}.", stacklevel=2)
+            waited = f"{', '.join(map(label, left)):.300}"
+            warnings.warn(f"Waiting for another command that is making {waited}.", stacklevel=2)
         try:
             # Not this process for one task, which may kill it.
             executor = config.executor_config().executor(max(2, len(left)))

@@ -226,6 +226,25 @@ def test_an_actor_that_cannot_be_reached_for_a_while_is_no_death_and_keeps_no_pr
     assert sum(attempts(tmp_path).values()) == 10
 
 
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_starts_that_fail_as_a_node_vanishes_are_not_counted(executor, tmp_path, monkeypatch):
+    import ray
+
+    get, nodes, lost = ray.get, ray.nodes, []
+
+    def died(answer):
+        result = get(answer)
+        if isinstance(result, str) and len(lost) < 3:  # the name of the actor's node
+            lost.append(result)
+            raise ray.exceptions.ActorDiedError
+        return result
+
+    monkeypatch.setattr(ray, "get", died)
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes(), {"NodeID": "another", "Alive": not lost}])
+    found = dict(executor.results([(number, "") for number in range(6)], ApartSquares(tmp_path)))
+    assert (len(found), len(lost)) == (6, 3)
+
+
 def test_what_a_task_raises_is_raised(executor, kind, tmp_path):
     with pytest.raises(SampleRejected, match="number 3") as caught:
         list(executor.results([(3, "fails")], Squares(tmp_path)))

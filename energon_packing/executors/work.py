@@ -62,8 +62,8 @@ class Executor(Protocol):
 
         Tasks are taken from the iterable only when a worker is free for them. A worker that dies costs its own task
         once: another worker does it again. Close the iterator to end all workers at once. Raises GivenUp: `MOST_DEATHS`
-        workers died at the same task, or `MOST_LOSSES` nodes
-        vanished while it was done; UserError: there are no workers; Exception: what a task raised.
+        workers died at the same task, or `MOST_LOSSES` nodes vanished; UserError: there are no workers; Exception: what
+        a task raised.
         """
 
 
@@ -96,8 +96,8 @@ class GivenUp(UserError):
 
 @dataclass(slots=True, eq=False)
 class Attempt[Task]:
-    """A task that was given out, how many workers have it, died at it or were lost with their node, since when,
-    and whether it is done."""
+    """A task that was given out, how many workers have it, died at it or were lost, since when, and whether it is
+    done."""
 
     task: Task
     workers: int = 0
@@ -200,9 +200,9 @@ class Attempts[Task]:
             return None
         attempt.ended = True
         vanished = f"{attempt.losses} nodes vanished or could not be reached while it was done"
-        died = vanished if lost else f"{attempt.deaths} workers died at it, and the last one {how}"
-        fix = "if memory is short, use fewer --workers"
-        given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {died}; {fix}")
+        died = f"{attempt.deaths} workers died at it, and the last one {how}"
+        why = f"{died if attempt.deaths >= MOST_DEATHS else vanished}; if memory is short, use fewer --workers"
+        given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {why}")
         if self._apart is None:
             raise given_up
         return given_up

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +158,12 @@ def work_shared(
 
 def _absent(files: Sequence[Path]) -> int:
     """How many of some files are not there, from one list of each directory."""
-    absent = 0
-    for directory, of_it in groupby(sorted(files), lambda path: path.parent):
+    names: dict[Path, set[str]] = {}
+    for directory in {path.parent for path in files}:
         address = remote_address(directory)
-        there = (
-            {name for name, _ in listed(address)}
-            if address
-            else {*(os.listdir(directory) if directory.is_dir() else ())}
-        )
-        absent += len({path.name for path in of_it} - there)
-    return absent
+        here = next(os.walk(directory), ("", [], []))[2] if address is None else [name for name, _ in listed(address)]
+        names[directory] = {*here}
+    return sum(path.name not in names[path.parent] for path in files)
 
 
 def _listed(file: Path, named: dict[str, Any]) -> list[Any]:

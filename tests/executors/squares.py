@@ -44,9 +44,9 @@ class Squares:
         while word == "meets" and len([*self.notes.glob("5?")]) < 2:  # two workers at once
             assert time.monotonic() < deadline, "it is alone"
             time.sleep(0.02)
-        if word == "is beaten":
-            while not (self.notes / "90").exists():
-                time.sleep(0.02)
+        while word in ("is beaten", "fails late") and not (self.notes / "90").exists():
+            time.sleep(0.02)
+        if word == "fails late":
             raise OSError("the network of this node is gone")
         if word == "again":
             (self.notes / "90").touch()

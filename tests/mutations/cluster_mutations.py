@@ -110,7 +110,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=269,
         name="both results of a task count",
-        test=EXECUTORS + "test_one_task_in_twenty_at_most_is_done_twice",
+        test=EXECUTORS + "test_what_the_slower_of_two_workers_returns_or_raises_is_nobodys[is beaten]",
         oracle="the tasks",
         edits=((WORK, "first, attempt.ended = not attempt.ended, True", "first, attempt.ended = True, True"),),
     ),

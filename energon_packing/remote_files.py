@@ -24,12 +24,11 @@ from typing import Any
 from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20  # read at once
-TAIL_BYTES = (
-    1 << 18
-)  # read when a file is opened: all of a small one, and what says where the rest of a Parquet file is
+TAIL_BYTES = 1 << 18  # read when a file is opened: all of a small one, and what says where others have what
 _ANY_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 _OURS = ("msc", "s3", "gs", "ais")
-_USER = re.compile(r"://[^/?#\s]*@")
+_USER = re.compile(r"://[^/?#\s]*(?::\S*)?@")  # a secret key may have "/" in it
+_SIGNED = re.compile(r"\?[^/?=]*=.*", re.DOTALL)
 _QUERY = re.compile(r"(://[^?#\s]*)[?#]\S*?(?=['\"]?(?:[;:,]?\s|$))")
 
 
@@ -56,9 +55,9 @@ def without_secrets(text: str) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as the user wrote it: the address, without a password, or the path itself."""
+    """A path as the user wrote it: the address, without a password or a signature, or the path itself."""
     address = remote_address(path)
-    return str(path) if address is None else _USER.sub("://...@", address)
+    return str(path) if address is None else _SIGNED.sub("?...", _USER.sub("://...@", address))
 
 
 def absolute(path: Path) -> Path:
@@ -77,10 +76,10 @@ def check_remote(what: str, path: str | Path) -> None:
         why = "has a name or password in it, which belong into the configuration of multi-storage-client"
         raise ConfigError(f"{what} {shown(path)} {why}")
     if address.partition(":")[0] not in _OURS:
-        raise ConfigError(f"{what} {address} is a remote address of a kind that is not read here; {instead}")
+        raise ConfigError(f"{what} {shown(path)} is a remote address of a kind that is not read here; {instead}")
     if importlib.util.find_spec("multistorageclient") is None:
         needs = "which needs the package multi-storage-client; run pip install '.[remote]' in the checkout"
-        raise ConfigError(f"{what} {address} is a remote address, {needs}, or {instead}")
+        raise ConfigError(f"{what} {shown(path)} is a remote address, {needs}, or {instead}")
 
 
 def private_directory() -> Path:
@@ -107,7 +106,7 @@ def status(address: str) -> RemoteFile | None:
 def present(address: str) -> RemoteFile:
     """As `status`; a ``FileNotFoundError`` if there is no such file."""
     if (file := status(address)) is None:
-        raise FileNotFoundError(errno.ENOENT, f"there is no {address}")
+        raise FileNotFoundError(errno.ENOENT, f"there is no {shown(address)}")
     return file
 
 
@@ -115,7 +114,7 @@ def exists(path: Path) -> bool:
     """Whether there is a file, here or in a store. Raises UserError: nobody can say."""
     if (address := remote_address(path)) is None:
         return read_again(path, path.is_file)
-    with said_of_system(f"{address} cannot be looked at"):
+    with said_of_system(f"{shown(address)} cannot be looked at"):
         return status(address) is not None
 
 
@@ -177,8 +176,8 @@ def read_range(address: str, offset: int, size: int) -> bytes:
     def read(client: Any, path: str) -> bytes:
         try:
             content = bytes(client.read(path, multistorageclient.types.Range(offset=offset, size=size)))
-        except RuntimeError as error:
-            if "416" not in str(error):  # the range begins behind the end
+        except RuntimeError:
+            if offset < client.info(path).content_length:  # else the range begins behind the end (416)
                 raise
             content = b""
         if len(content) < size and offset + len(content) < client.info(path).content_length:
@@ -263,8 +262,9 @@ def store(file: Path, address: str) -> None:
     try:
         _ask(address, lambda client, path: client.upload_file(path, str(file)))
     except FileNotFoundError as error:
-        why = "there is no such bucket; make it, or correct the address or its profile"
-        raise UserError(f"{address} cannot be written: {why}") from error
+        if not file.exists():
+            raise
+        raise UserError(f"{shown(address)} cannot be written: {_NO_BUCKET}") from error
     if not is_stored(file, address):
         raise OSError(errno.EIO, "what was stored differs from what was sent", address)
 
@@ -298,20 +298,22 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def unfinished(address: str) -> list[str]:
+def unfinished(path: Path) -> list[str]:
     """Names of files at or below an address whose upload in parts was begun and neither completed nor aborted, which no
-    list shows. Only S3 is asked, by its own client: multistorageclient has nothing for it. None if it may not be told.
-    """
+    list shows. Only S3 is asked, by its own client, as multistorageclient has nothing for it; no other path has any,
+    nor an address of which it may not be told."""
 
     def ask(client: Any, path: str) -> list[str]:
         provider: Any = getattr(client, "_storage_provider", None)
         if (s3 := getattr(provider, "_s3_client", None)) is None:
             return []
         bucket, _, prefix = f"{provider._base_path}/{path}".strip("/").partition("/")
-        return [each["Key"] for each in s3.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ())]
+        pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+        keys = [each["Key"] for page in pages for each in page.get("Uploads", ())]
+        return [key for key in keys if not prefix or f"{key}/".startswith(f"{prefix}/")]
 
-    with contextlib.suppress(UserError):
-        return _ask(address, ask)
+    with contextlib.suppress(UserError, OSError):
+        return _ask(address, ask) if (address := remote_address(path)) else []
     return []
 
 
@@ -330,7 +332,7 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
         try:
             client, path = multistorageclient.resolve_storage_client(address)
         except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
-            raise UserError(f"{address} cannot be used: {' '.join(str(error).split())}") from error
+            raise UserError(f"{shown(address)} cannot be used: {' '.join(str(error).split())}") from error
         try:
             return do(client, path)
         except Exception as error:
@@ -339,9 +341,10 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             answer = getattr(error, "response", None) or {}
             if answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) in (429, *range(500, 600)):
                 raise OSError(errno.EIO, str(error), address) from error
-            raise UserError(f"{address} cannot be used: {error}") from error
+            absent = answer.get("Error", {}).get("Code") == "NoSuchBucket"
+            raise UserError(f"{shown(address)} cannot be used: {_NO_BUCKET if absent else error}") from error
 
-    return read_again(address, tried)
+    return read_again(shown(address), tried)
 
 
 def _described(there: Any) -> RemoteFile:
@@ -349,11 +352,12 @@ def _described(there: Any) -> RemoteFile:
     return RemoteFile(size=there.content_length, changed=changed, version=there.etag or "")
 
 
+_NO_BUCKET = "there is no such bucket; make it, or correct the address or its profile"
 _META, _INDEX = ".nv-meta", "index.sqlite"
 _SHARDS = (".tar", ".idx")
 
 
-def metadata_text(root: Path, name: str) -> str:
+def meta_text(root: Path, name: str) -> str:
     """A file in the ``.nv-meta`` of a data set, here or in a store. Raises ``OSError``, ``ValueError``: it cannot be
     read."""
     address = remote_address(root)
@@ -367,7 +371,7 @@ def index_file(root: Path) -> Path:
     if (address := remote_address(root)) is None:
         return root / _META / _INDEX
     index = f"{address}/{_META}/{_INDEX}"
-    version = f"\0{present(index)}\0{metadata_text(root, 'index.uuid')}"
+    version = f"\0{present(index)}\0{meta_text(root, 'index.uuid')}"
     return local_copy(index, private_directory() / "indexes", version)
 
 
@@ -375,11 +379,12 @@ def describe(address: str, directory: Path) -> Path:
     """Copies what describes a data set (or its YAML) to an empty directory, where its shards are empty files; returns
     what `validate.looks.data.look_at_data` takes in place of the address. Raises `UserError`: there is nothing, or it
     cannot be read."""
-    with said_of_system(f"{address} cannot be read"):
+    check_remote("DATASET", address)
+    with said_of_system(f"{shown(address)} cannot be read"):
         in_file = status(address) is not None
         root = address.rpartition("/")[0] if in_file else address
         if not (files := listed(root)):
-            raise UserError(f"{address} does not exist; name the directory that 'energon-packing convert' wrote")
+            raise UserError(f"{shown(address)} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
             in_meta = path.parent.name == _META

@@ -42,8 +42,7 @@ from energon_packing.validate.rules.rule import violations
 
 PAD_TO_MULTIPLE_OF = 128  # Bridge's default multiple for the width of single-sample rows
 PAD_TOKEN = 0
-"""Bridge's in-batch packer and padding use this token whatever the tokenizer's pad token is; every vocabulary has
-it."""
+"""Bridge's in-batch packer and padding use this whatever the tokenizer's pad token is; every vocabulary has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,13 +345,6 @@ def use_packed_data(
     if global_batch_size is not None:
         cfg.train.global_batch_size = global_batch_size
         cfg.validation.eval_global_batch_size = None
-    return set_run(cfg, train_iters=train_iters, pretrained_checkpoint=pretrained_checkpoint, directory=directory)
-
-
-def set_run(
-    cfg: Any, *, train_iters: int | None = None, pretrained_checkpoint: str | None = None, directory: str | None = None
-) -> Any:
-    """Sets how long a configuration trains, from which weights and where; returns it. Arguments: `use_packed_data`."""
     if train_iters is not None or cfg.scheduler.lr_decay_iters == cfg.train.train_iters:
         cfg.scheduler.lr_decay_iters = None  # Bridge then takes the iterations of the run, overrides included
     if train_iters is not None:

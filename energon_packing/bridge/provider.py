@@ -205,10 +205,9 @@ _FRAMES = 60  # calls between Bridge's ``setup`` and a data set, at most
 
 
 def container_under_validation() -> ConfigContainer | None:
-    """Returns the ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
-    ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
-    where both are visible before any GPU is taken. It serves the rules; the layout is read later, see
-    `PackProvider.follow`."""
+    """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call. ``finalize()``
+    takes no argument, and a data set never learns of the model: the caller's frame is the only place where both are
+    visible before any GPU is taken. It serves the rules; the layout is read later, see `PackProvider.follow`."""
     selves = (variables.get("self") for variables in _callers(9))
     return next((container for container in selves if isinstance(container, ConfigContainer)), None)
 
@@ -384,19 +383,17 @@ class PackProvider(DatasetProvider):
         )
 
     def follow(self, container: ConfigContainer) -> None:
-        """Sets the run to whose layout rows are aligned. The layout is read when the iterators are built. Bridge does
-        not tell a data set about sequence parallelism or the evaluation's context parallelism, and models change the
-        former in their own ``finalize()``, which runs after the data set's. `use_packed_data` and ``validate()`` call
-        this; if neither does, call it yourself, for example in an ``on_data_init_start`` callback. Without a run, rows
-        are aligned as if there were sequence parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, and a
-        warning says so."""
+        """Sets the run to whose layout, read when the iterators are built, rows are aligned. Bridge does not tell a
+        data set about sequence parallelism or the evaluation's context parallelism, and models change the former in
+        their own ``finalize()``, which runs after the data set's. `use_packed_data` and ``validate()`` call this; if
+        neither does, call it yourself, as in an ``on_data_init_start`` callback. Without a run, rows are aligned as if
+        there were sequence parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, with a warning."""
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:
-        """Sets the groups of the evaluation (a ``ProcessGroupCollection``) where they differ from the training's.
-        Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
-        which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built,
-        on every rank."""
+        """Sets the evaluation's groups (a ``ProcessGroupCollection``) where they differ from the training's. Bridge
+        reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``, which the
+        caller sets, and never tells a data set. Call this there, on every rank, before the iterators are built."""
         self._evaluation_groups = groups
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:

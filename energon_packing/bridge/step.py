@@ -89,8 +89,7 @@ def forward_step(
 
 
 def log_kernel() -> None:
-    """Logs the kernel of the last attention of the run's first rank, each kernel once; nothing without Transformer
-    Engine."""
+    """Logs the kernel of the last attention of the first rank, each once; nothing without Transformer Engine."""
     chosen = getattr(sys.modules.get(_CHOOSES), "_attention_backends", {})
     for name in ("flash", "fused", "unfused"):
         if chosen.get(f"use_{name}_attention") and get_rank_safe() == 0:
@@ -102,8 +101,7 @@ _log_once = functools.cache(logging.getLogger(__name__).info)
 
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
     """Whether any segment of a packed row is shorter than its place, by its boundaries (int32). Boundaries on a device
-    are not waited for: two tensors count as padding there, which is correct for every row and slower than necessary for
-    one without padding."""
+    are not waited for: two tensors count as padding there, which is correct, and slower than needed without any."""
     real, physical = batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
     if physical is None or physical is real:
         return False

@@ -9,16 +9,8 @@ from rich.table import Table
 
 from energon_packing.cli.options import PATH, Named, defaulted, executor_options, json_option
 from energon_packing.cli.terminal import ShownProgress, answer, cell, counted, say, starting
-from energon_packing.convert.config import (
-    DEFAULT_FRAME_FPS,
-    DEFAULT_SPLIT,
-    ColumnMap,
-    ConvertConfig,
-    MissingPlaceholder,
-    parse_names,
-    parse_split,
-    read_dataset_info,
-)
+from energon_packing.convert import config as conversion
+from energon_packing.convert.config import ColumnMap, ConvertConfig, parse_names, parse_split, read_dataset_info
 from energon_packing.convert.layout import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.errors import ConfigError
@@ -78,7 +70,7 @@ Examples:
 )
 @defaulted(
     "--missing-placeholder",
-    type=click.Choice(get_args(MissingPlaceholder)),
+    type=click.Choice(get_args(conversion.MissingPlaceholder)),
     default="reject",
     help="Records with images or videos that no text has a placeholder for: reject them, or put the media before or "
     "after the first question.",
@@ -91,7 +83,7 @@ Examples:
 )
 @defaulted(
     "--split",
-    default=",".join(f"{name}={share}" for name, share in DEFAULT_SPLIT.items()),
+    default=",".join(f"{name}={share}" for name, share in conversion.DEFAULT_SPLIT.items()),
     help="Share of each split; a sample's split depends only on its turns and media.",
 )
 @defaulted("--samples-per-shard", type=int, default=5000, help="Samples per tar.")
@@ -108,7 +100,7 @@ Examples:
 @defaulted(
     "--frame-fps",
     type=float,
-    default=DEFAULT_FRAME_FPS,
+    default=conversion.DEFAULT_FRAME_FPS,
     help="Frames per second of a video given as a list of images, if the record has no rate of its own.",
 )
 @click.option(
@@ -208,10 +200,8 @@ def _read_dataset_info(path: Path, dataset: str, sources: tuple[Path, ...], give
     entry = read_dataset_info(path, dataset)
     if given["kto_label"] != entry.kto_label:
         if entry.kto_label is None:
-            raise ConfigError(
-                f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; leave the option out, or "
-                "add it to the entry"
-            )
+            fix = "leave the option out, or add it to the entry"
+            raise ConfigError(f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; {fix}")
         raise ConfigError(  # unwanted answers come in only where the user says so
             f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "
             f"cross-entropy would train both; add --kto-label {entry.kto_label} to keep the labels, which "

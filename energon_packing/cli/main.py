@@ -153,10 +153,8 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
         needed = what_is_needed(error, command or "this", group.table[command].extras if command else ())
         if needed is not None:
             return needed
-    return (
-        f"Unexpected {type(error).__name__}: {line} (unless the message explains it, this is a bug in energon-packing: "
-        "please report it with the output of `energon-packing --debug ...`)"
-    )
+    bug = "this is a bug in energon-packing: please report it with the output of `energon-packing --debug ...`"
+    return f"Unexpected {type(error).__name__}: {line} (unless the message explains it, {bug})"
 
 
 def _report(sentence: str, as_json: bool) -> int:

@@ -65,7 +65,7 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path is not None or overrides or force or splits or without or extend,
+                out is not None or config_path or overrides or force or splits or without or extend or first,
                 "--diff reads plans only: use it without --out, --force, --split, --without, --extend, --config and "
                 "--set.",
             ),
@@ -156,7 +156,7 @@ def show_summary(result: dict[str, Any]) -> None:
         names = [each["name"] for each in result["datasets"]]
         console.print(table(mix_cells(mix), left=("share of tokens, packs",), right=names))
     if result.get("unfinished"):
-        more = "more of plan.stages make" if mix else "plan.epochs makes"
+        more = "more of plan.stages make" if result["unfinished"] == "its stages" else "plan.epochs makes"
         say(
             f"ends in the middle of {result['unfinished']}: a run that reads more packs than these is refused; "
             f"{more} more"

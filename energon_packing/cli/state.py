@@ -8,7 +8,7 @@ import click
 from energon_packing.cli.options import FILE, PATH, json_option, set_option
 from energon_packing.cli.terminal import answer, say, starting
 from energon_packing.config import load_config
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import UserError
 
 _EXAMPLES = """\b
 Examples:
@@ -66,16 +66,10 @@ def convert(
     if states_out is not None:
         file = states_out / STATE_FILE  # may be the only state of a run
         read = {(given / STATE_FILE if given.is_dir() else given).resolve() for given in states}
-        refuse(
-            (
-                file.resolve() in read,
-                f"--states-out {states_out} holds the states that are converted; name another folder.",
-            ),
-            (
-                file.exists() and not force,
-                f"{file} exists already; name another --states-out, or replace it with --force.",
-            ),
-        )
+        if file.resolve() in read:
+            raise UserError(f"--states-out {states_out} holds the states that are converted; name another folder.")
+        if file.exists() and not force:
+            raise UserError(f"{file} exists already; name another --states-out, or replace it with --force.")
     if (kind := kind_of(Index.open(index).datasets)) != "conversations":
         raise UserError(f"{index} is an index of {kind}; only the state of a run on conversations can be converted.")
     config = load_config(config_path, overrides)

@@ -125,30 +125,21 @@ def _samples(given: SimpleNamespace, run: RunConfig, progress: ShownProgress, st
 
     path = given.path
     is_measured = is_plan(path) or is_index(path)
-    refuse(
-        (is_packed(path), f"{shown(path)} holds packs; give the plan that it was packed from, or its data set."),
-        (
-            is_measured and given.asked & {"full", "workers", "split", "samples"},
-            f"--full, --workers, --split and --samples are for data sets; {path} is measured already.",
-        ),
-        (
-            is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed", "data_parallel"},
-            f"{path} lacks what it dropped; compare settings with --seq-length, --multiple and --window on its index.",
-        ),
-        (given.full and "samples" in given.asked, "--full measures all samples; leave out --samples, or --full."),
-        (
-            given.workers is not None and not given.full,
-            "--workers is for --full; a drawn part is measured in one process.",
-        ),
-        (
-            not is_measured and not remote_address(path) and not path.exists(),
-            f"There is no {path}; give a data set, an index or a plan.",
-        ),
-        (
-            not is_measured and not run.encoder.processor,
-            "Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.",
-        ),
-    )
+    if is_packed(path):
+        raise UserError(f"{shown(path)} holds packs; give the plan that it was packed from, or its data set.")
+    if is_measured and given.asked & {"full", "workers", "split", "samples"}:
+        raise UserError(f"--full, --workers, --split and --samples are for data sets; {path} is measured already.")
+    if is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed", "data_parallel"}:
+        how = "compare settings with --seq-length, --multiple and --window on its index."
+        raise UserError(f"{path} lacks what it dropped; {how}")
+    if given.full and "samples" in given.asked:
+        raise UserError("--full measures all samples; leave out --samples, or --full.")
+    if given.workers is not None and not given.full:
+        raise UserError("--workers is for --full; a drawn part is measured in one process.")
+    if not is_measured and not remote_address(path) and not path.exists():
+        raise UserError(f"There is no {path}; give a data set, an index or a plan.")
+    if not is_measured and not run.encoder.processor:
+        raise UserError("Measuring needs a processor; give --config, or --set encoder.processor=path/or/name.")
     if is_plan(path):
         return samples_of_plan(Plan.open(path))
     if is_index(path):

@@ -121,8 +121,7 @@ def starting(what: str, *, quiet: bool) -> None:
 
 
 def panel(title: str, parts: Iterable[Iterable[RenderableType]], lines: Iterable[str]) -> "Panel":
-    """A pack for a terminal of any width: its segments, and lines about the whole of it. Everything folds, nothing is
-    cut off by a column."""
+    """A pack for a terminal of any width: its segments, and lines about it. Everything folds, nothing is cut off."""
     from rich.panel import Panel
 
     grid = Table.grid(padding=(0, 1))
@@ -189,9 +188,8 @@ class ShownProgress:
                 for old in self._bar.task_ids:
                     self._bar.remove_task(old)
                 self._bar.add_task(self._stages[stage], left="")
-            left = ", ".join(self._rate(done, total, now - self._began).rsplit(", ", 2)[1:])[
-                :-1
-            ]  # what there is room for
+            rate = self._rate(done, total, now - self._began)
+            left = ", ".join(rate.rsplit(", ", 2)[1:])[:-1]  # what there is room for
             self._bar.update(self._bar.task_ids[-1], completed=done, total=max(total, 1), left=left)
         elif not begins or ends:
             rest = "" if ends else self._rate(done, total, now - self._began)

@@ -14,7 +14,7 @@ from energon_packing.validate.looks.data import LOOKS, Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.memory import GB
 from energon_packing.validate.rules.kernels import KERNEL_VARIABLES, kernels_of, machine_of
-from energon_packing.validate.rules.loader import loader_bytes
+from energon_packing.validate.rules.rows import loader_bytes
 from energon_packing.validate.rules.rule import judge
 from energon_packing.validate.run_source import run_source
 from energon_packing.validate.run_view import RunView
@@ -119,13 +119,8 @@ def validate(
     source = run_source(given, **of_source)
     if measure is not None:
         source.measure(measure)
-    view = source.view().changed(
-        gpu_memory=gpu_memory * GB,
-        machine=machine_of(gpu, kernels),
-        kernel_variables=tuple(
-            (name, os.environ[name]) for name in KERNEL_VARIABLES if os.environ.get(name, "1") != "1"
-        ),
-    )
+    chosen = tuple((name, os.environ[name]) for name in KERNEL_VARIABLES if os.environ.get(name, "1") != "1")
+    view = source.view().changed(gpu_memory=gpu_memory * GB, machine=machine_of(gpu, kernels), kernel_variables=chosen)
     judgements = judge(view)
     rules = [
         {"rule": each.rule.id, "verdict": each.outcome, "checks": each.rule.checks}
@@ -331,13 +326,9 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     elif row == "sample":
         lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
     if summary["measured_samples"]:
-        lines.append(
-            (
-                "data",
-                f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens, longest "
-                f"{summary['longest_sample']}, {summary['dropped_samples']} dropped",
-            )
-        )
+        measured = f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens"
+        rest = f"longest {summary['longest_sample']}, {summary['dropped_samples']} dropped"
+        lines.append(("data", f"{measured}, {rest}"))
         if summary["expected_fill"] is not None:
             lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
         rows = summary[f"{row}s_per_epoch"]

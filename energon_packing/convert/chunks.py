@@ -154,14 +154,11 @@ def suffix_of(path: Path) -> tuple[str, str | None]:
 def find_sources(
     sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = (), notes: list[str] | None = None
 ) -> list[SourceFile]:
-    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path). Raises
-    UserError: a path is missing, a directory holds no file of records, a named file is empty.
-
-    Args:
-        sources: files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth).
-        exclude: directories whose content is never a source, such as the output.
-        notes: receives a sentence about what a directory holds that is not read, and about files that have two names.
-    """
+    """The files to read, each once, in a fixed order (as named; inside a directory, and of a pattern, by path).
+    ``sources`` are files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth), ``exclude``
+    directories whose content is never a source, such as the output; ``notes`` receives a sentence about what a
+    directory holds that is not read, and about files that have two names. Raises UserError: a path is missing, a
+    directory holds no file of records, a named file is empty."""
     shut = [path.absolute().resolve() for path in exclude]
 
     def is_shut(path: Path) -> bool:
@@ -210,11 +207,11 @@ def hub_blobs(root: Path) -> Path | None:
 
 
 def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
-    address = shown(source)
-    with said_of_system(f"{address} cannot be read"):
+    address, place = str(remote_address(source)), shown(source)
+    with said_of_system(f"{place} cannot be read"):
         if (file := status(address)) is not None:
             if file.size == 0:
-                raise UserError(f"{address} {_EMPTY}")
+                raise UserError(f"{place} {_EMPTY}")
             return [(source, source.name, file.size)]
         if glob.has_magic(address):
             files = [(each, each.rpartition("/")[2], status(each)) for each in matches(address)]
@@ -228,7 +225,7 @@ def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
             ]
             found = _without_tables(found, left)
     if not found:
-        raise UserError(f"{address} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
+        raise UserError(f"{place} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
     return found
 
 

@@ -304,10 +304,6 @@ def always(*_: Any) -> bool:
     return True
 
 
-def _is_list(value: Any, *_: Any) -> bool:
-    return isinstance(value, list)
-
-
 _MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
     (_AUDIO_COLUMNS, always, "holds audio, which is not supported"),
     (
@@ -338,11 +334,11 @@ _MEANINGS: tuple[tuple[Collection[str], _Applies, str], ...] = (
     ),
     (
         ("history",),
-        _is_list,
+        lambda value, *_: isinstance(value, list),
         "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns",
     ),
     (("chat_template_kwargs",), always, _OF_TEMPLATE),
-    (("documents",), _is_list, _OF_TEMPLATE),
+    (("documents",), lambda value, *_: isinstance(value, list), _OF_TEMPLATE),
     (
         ("objects",),
         lambda value, record, turns: any(_count(turns, tag) for tag in _GROUNDING),

@@ -1,8 +1,10 @@
 """The options of a conversion, and other names of columns, by option or by LLaMA-Factory's ``dataset_info.json``."""
 
+import hashlib
+import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,10 +13,10 @@ from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.fields import ROLE_OF, says_nothing
 from energon_packing.convert.layouts.layout import LAYOUTS, all_layouts
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
-from energon_packing.convert.reader import load_reader, reader_options
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind
 from energon_packing.media import DEFAULT_MAX_PIXELS
+from energon_packing.registry import named_object
 from energon_packing.remote_files import check_remote, read, remote_address
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
@@ -258,6 +260,21 @@ class ConvertConfig:
             "split": dict(self.split),
             **({} if self.reader is None else reader_options(self.reader)),
         }
+
+
+def load_reader(name: str) -> Callable[[Path], Iterable[Any]]:
+    """Returns the generator that MODULE:GENERATOR names; raises `ConfigError` if there is none."""
+    reader = named_object(name, "--reader")
+    if not callable(reader):
+        raise ConfigError(f"--reader {name} is {reader!r:.60}; name a function that takes a path and yields records")
+    return reader
+
+
+def reader_options(name: str) -> dict[str, str]:
+    """What decides the records, for the fingerprint of a conversion: the name, and the digest of the module's file."""
+    module = inspect.getmodule(load_reader(name))
+    code = Path(file).read_bytes() if (file := getattr(module, "__file__", None)) else b""
+    return {"reader": name, "reader_code": hashlib.sha256(code).hexdigest()[:16]}
 
 
 def normalised_split(split: Mapping[str, float]) -> dict[str, float]:

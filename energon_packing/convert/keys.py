@@ -45,9 +45,8 @@ def safe_key(text: str) -> str:
 
 def key_of_id(text: str) -> str:
     """The key of an id: `safe_key`, and of one that is not ASCII its letters in Latin script with eight digits of its
-    SHA-256, because other ids may have the same letters; the sample holds the id itself. ``é1`` becomes
-    ``e1-<digest>``. Letters without a Latin form become the last word of their name in Unicode, and ideographs their
-    number."""
+    SHA-256, as other ids may have the same letters; the sample holds the id itself. ``é1`` becomes ``e1-<digest>``.
+    Letters without a Latin form become the last word of their name in Unicode, and ideographs their number."""
     if text.isascii():
         return safe_key(text)
     latin = (
@@ -159,8 +158,7 @@ def positions_of(sums: Sequence[int]) -> Positions:
 
 
 class SplitAssigner:
-    """Assigns samples to splits (name -> share, adding up to 1) by their positions, and keeps what it needs to fill a
-    split that stays empty."""
+    """Assigns samples to splits (name -> share, 1 together) by their positions, and keeps what fills an empty one."""
 
     def __init__(self, split: Mapping[str, float]) -> None:
         self.names = list(split)

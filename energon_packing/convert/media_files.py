@@ -209,15 +209,11 @@ class RecordFiles:
         self._fetched = lru_cache(maxsize=_MOST_RECENT)(fetched)
 
     def place(self, reference: str | EmbeddedBytes, root: Path | str, members: Mapping[str, MemberBytes]) -> str:
-        """The file of one image or video of a record. Raises SampleRejected: ``corrupt_media`` for an address that
-        cannot be decoded, ``media_too_large``, and the reasons of `resolve_media`; UserError: a store does not answer;
-        the file may be in order; OSError: there is no room for a copy.
-
-        Args:
-            reference: a path, a ``data:`` address, or bytes.
-            root: of paths: a directory, or the address of one.
-            members: files beside the record in its tar, by each name that it may use; a record with any has no root.
-        """
+        """The file of one image or video of a record: a path in ``root`` (a directory, or the address of one), a
+        ``data:`` address, bytes, or one of ``members``, the files beside the record in its tar, by each name that it
+        may use; a record with any has no root. Raises SampleRejected: ``corrupt_media`` for an address that cannot be
+        decoded, ``media_too_large``, and the reasons of `resolve_media`; UserError: a store does not answer; the file
+        may be in order; OSError: there is no room for a copy."""
         if isinstance(reference, EmbeddedBytes):
             return self._store(reference.content, reference.name)
         if reference.startswith("data:"):

@@ -32,8 +32,7 @@ from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.keys import KeyAssigner, SplitAssigner, content_sum, key_digest, positions_of, wanted_key
 from energon_packing.convert.layout import ConversionReport, ignored_entries, media_names, read_report
 from energon_packing.convert.media_files import MediaChecker, RecordFiles, Stamp, StoredMedia
-from energon_packing.convert.reader import find_yielded
-from energon_packing.convert.sources import find_chunks, read_chunk
+from energon_packing.convert.sources import find_chunks, find_yielded, read_chunk
 from energon_packing.convert.tables import opened_table
 from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines, said_of_system
 from energon_packing.executors.work import Progress, in_order
@@ -102,8 +101,7 @@ class Auditing:
         return f"reading {task.source.name} from record {task.first} on"
 
     def do(self, task: Chunk) -> ChunkAudit:
-        """Parses and checks the records of a chunk and the media that they name; raises `UserError` for a source that
-        cannot be read."""
+        """Parses and checks the records of a chunk and their media; raises `UserError` for an unreadable source."""
         began = time.monotonic()
         assert self._spool is not None, "the worker has not begun"
         audit = ChunkAudit(spool=self._number, offset=self._spool.tell())
@@ -325,7 +323,7 @@ def convert(
 
 def _check_media_root(root: Path) -> None:
     address = remote_address(root)
-    with said_of_system(f"--media-root {address} cannot be read"):
+    with said_of_system(f"--media-root {shown(root)} cannot be read"):
         # Of an empty directory a store knows nothing, but it must answer.
         wrong = not root.is_dir() if address is None else status(address) is not None
     if wrong:
@@ -336,12 +334,15 @@ def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> Co
     """Makes the data set on this machine, and copies it to an object store, each shard as soon as it is there."""
     local = workspace.local_place(address)
     stored = workspace.StoredDataSet(local, address)
-    report = convert(replace(config, out=local, overwrite=True), tell, stored.add)
-    entry = f"{address}/{layout.DATASET_FILE}" if config.layout == "polylithic" else address
-    report = replace(report, out=address, entry=entry, skipped=False)
-    report.write(local)
-    stored.complete(tell)
-    shutil.rmtree(local.parent)
+    with ExitStack() as stack:
+        with said_of_system(f"{local.parent} cannot be written", "; point TMPDIR elsewhere"):
+            stack.enter_context(workspace.alone(local.parent, config.out))
+        report = convert(replace(config, out=local, overwrite=True), tell, stored.add)
+        entry = f"{address}/{layout.DATASET_FILE}" if config.layout == "polylithic" else address
+        report = replace(report, out=address, entry=entry, skipped=False)
+        report.write(local)
+        stored.complete(tell)
+        shutil.rmtree(local.parent)
     return report
 
 

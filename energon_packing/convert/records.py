@@ -27,20 +27,9 @@ from typing import Any
 import orjson
 
 from energon_packing.conversation import PREFERENCE, RECORD_VERSION, ROLES, Conversation, Media, Turn
+from energon_packing.convert import columns as record_columns
 from energon_packing.convert.chunks import RawRecord
-from energon_packing.convert.columns import (
-    READ_COLUMNS,
-    FileReference,
-    MediaReference,
-    RecordMedia,
-    check_columns,
-    extra_columns_read,
-    frame_rate,
-    frame_times,
-    parse_extras,
-    place_missing,
-    read_kto_label,
-)
+from energon_packing.convert.columns import READ_COLUMNS, FileReference, MediaReference, RecordMedia, check_columns
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import ROLE_OF, THINKING_FIELDS, expect
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
@@ -250,12 +239,13 @@ def parse_record(
     media.ignored |= left
     turns = _with_system_column(value, read_turns(messages, conversation.fields, media, warnings, columns[0]))
     is_pair = pair is not None
-    read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=is_pair), kto_label or "id"}
-    extras = parse_extras(value, extra_columns, pair=is_pair)
+    read = {*_READ_COLUMNS, *columns, kto_label or "id"}
+    read |= record_columns.extra_columns_read(extra_columns, pair=is_pair)
+    extras = record_columns.parse_extras(value, extra_columns, pair=is_pair)
     if kto_label is not None:
-        extras |= read_kto_label(value, kto_label, warnings, pair=is_pair)
+        extras |= record_columns.read_kto_label(value, kto_label, warnings, pair=is_pair)
     if missing_placeholder != "reject":
-        turns = place_missing(turns, media, missing_placeholder, warnings)
+        turns = record_columns.place_missing(turns, media, missing_placeholder, warnings)
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
     media.check()
@@ -316,8 +306,8 @@ def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS)
                 kind=each.kind,
                 paths=tuple(map(str, each.frame_names or (each.name,))),
                 is_frames=bool(each.frame_names),
-                fps=frame_rate(each.fps) or (frame_fps if each.frame_names else None),
-                times=frame_times([*each.frame_times] or None, len(each.frame_names)),
+                fps=record_columns.frame_rate(each.fps) or (frame_fps if each.frame_names else None),
+                times=record_columns.frame_times([*each.frame_times] or None, len(each.frame_names)),
             )
             for each in made.media
         ),
@@ -332,8 +322,7 @@ def parse_conversation(made: Conversation, frame_fps: float = DEFAULT_FRAME_FPS)
 
 
 def unlisted(raw: RawRecord) -> Iterable[RawRecord]:
-    """The samples of a record that is a list of them, as ``pack_data.py`` of Qwen's finetuning code writes its packs;
-    any other record itself."""
+    """The samples of a record that is a list of them, as Qwen's ``pack_data.py`` writes packs; any other itself."""
     if not isinstance(raw.value, list) or not any(isinstance(each, dict) and has_turns(each) for each in raw.value):
         return (raw,)
     return (replace(raw, value=each, where=f"{raw.where}[{at}]") for at, each in enumerate(raw.value))
@@ -476,8 +465,7 @@ def _text_turns(messages: list[Any], role_field: str, content_field: str) -> byt
 
 @lru_cache(maxsize=4096)
 def _beginnings(names: tuple[str, ...]) -> tuple[bytes, ...] | None:
-    """The JSON of each turn up to its text; None if the order of the roles is worth a warning or a rejection, or if a
-    turn holds calls."""
+    """The JSON of each turn up to its text; None for an order of roles worth a warning or rejection, and for calls."""
     roles = [ROLE_OF.get(name) for name in names]
     if None in roles or "assistant" not in roles or "system" in roles[1:] or "function_call" in names:
         return None

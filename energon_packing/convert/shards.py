@@ -391,8 +391,7 @@ class SampleStore:
         yield from tars.full_piece()
 
     def finish(self, splits: list[str], identity: bytes) -> int:
-        """Completes the indexes, and the metadataset that joins two data sets, after all pieces are there; returns the
-        number of tars."""
+        """Completes the indexes, and the metadataset that joins both, after all pieces; returns the number of tars."""
         shards = {name: count for tars in self._splits for name, count in tars.counts.items()}
         own = sha256(identity + b"text").digest() if self._apart else identity
         self._index.finish(shards, splits, identity=own, subflavors=self._subflavors, with_records=True)

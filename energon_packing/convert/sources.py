@@ -10,7 +10,9 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
@@ -20,14 +22,16 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from energon_packing.conversation import Conversation
 from energon_packing.convert import chunks
 from energon_packing.convert.chunks import Chunk, ChunkBytes, Form, RawRecord, SourceFile, one_line, suffix_of
+from energon_packing.convert.config import load_reader
 from energon_packing.convert.json_text import DigestingReader, iterate_array, parse_json, parse_quickly
-from energon_packing.convert.reader import read_yielded
 from energon_packing.convert.tables import find_cells, find_rows, read_cells, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
 from energon_packing.errors import FULL, SampleRejected, UserError, said_of_system
 from energon_packing.remote_files import file_digest
+from energon_packing.stored_record import is_too_deep
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -42,16 +46,11 @@ _LARGEST_WINDOW = 1 << 27
 def find_chunks(
     source: SourceFile, *, max_record_bytes: int, chunk_bytes: ChunkBytes, digests: dict[str, str], scratch: Path
 ) -> Iterator[Chunk]:
-    """Divides a file into chunks; where they begin and end has no influence on their records. Raises UserError: the
-    file cannot be opened, or the package that unpacks or reads it is not installed; OSError: there is no room for the
-    unpacked copy.
-
-    Args:
-        max_record_bytes: longest line, and longest element of an array in characters.
-        chunk_bytes: how large the next chunk should be; it ends with a record.
-        digests: receives the SHA-256 of the file by its place.
-        scratch: directory for the copy of a compressed file, which chunks refer to (`unpacked`).
-    """
+    """Divides a file into chunks, which end with a record at ``chunk_bytes``; where they begin and end has no influence
+    on their records. ``max_record_bytes`` is the longest line, and the longest element of an array in characters;
+    ``digests`` receives the SHA-256 of the file by its place; ``scratch`` is for the copy of a compressed file, which
+    chunks refer to (`unpacked`). Raises UserError: the file cannot be opened, or the package that unpacks or reads it
+    is not installed; OSError: there is no room for the unpacked copy."""
     suffix, compression = suffix_of(source.path)
     try:
         if compression is None:
@@ -230,6 +229,58 @@ _FIND: dict[Form, Callable[[SourceFile, DigestingReader, int, ChunkBytes], Itera
     "object": _find_object,
     "cells": find_cells,
 }
+
+_MOST_YIELDED = 1024  # records of a chunk
+
+
+def find_yielded(source: SourceFile, name: str, chunk_bytes: ChunkBytes, digests: dict[str, str]) -> Iterator[Chunk]:
+    """Divides what a reader makes of a file into chunks; see `find_chunks`. It runs in the process that finds records,
+    so that a reader needs not know of workers, and the data set does not depend on their number, if it yields the same
+    records again. Raises UserError: the reader fails, or yields what cannot be sent to a worker."""
+    held: list[bytes] = []
+    first = size = 0
+    try:
+        for value in load_reader(name)(source.path):
+            held.append(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+            size += len(held[-1])
+            if len(held) >= _MOST_YIELDED or size >= chunk_bytes():
+                yield Chunk(source=source, form="yielded", first=first, position=0, yielded=tuple(held))
+                first, size, held = first + len(held), 0, []
+    except Exception as error:  # of code that is not ours
+        of_reader = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__]
+        at = f", at {Path(of_reader[0].filename).name}:{of_reader[0].lineno}" if of_reader else ""
+        why = f"after {first + len(held)} records{at}: {type(error).__name__}: {one_line(error)}"
+        raise UserError(f"--reader {name} failed on {source.name} {why}") from error
+    empty = None if first or held else SampleRejected("empty_file", f"{source.name}: the reader yields no record")
+    yield Chunk(source=source, form="yielded", first=first, position=source.size, yielded=tuple(held), error=empty)
+    digests[source.place] = file_digest(source.path)
+
+
+def read_yielded(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
+    """Yields every record of a chunk that a reader made."""
+    for number, record in enumerate(chunk.yielded, chunk.first):
+        if len(record) > max_record_bytes:
+            yield chunk.broken(number, f"the record has more than {max_record_bytes} bytes", "record_too_large")
+            continue
+        try:
+            value = pickle.loads(record)
+            if is_too_deep(value):
+                raise SampleRejected("too_deep", "objects and lists of the record lie too deep inside each other")
+            yield chunk.record(number, value if isinstance(value, Conversation) else _plain(value))
+        except SampleRejected as error:
+            yield chunk.broken(number, error.detail, error.reason)
+
+
+def _plain(value: Any) -> Any:
+    """A record of JSON's values and bytes, tuples as lists; raises ``bad_json`` for any other."""
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, str | bool | int | float | bytes):
+        return value
+    raise SampleRejected("bad_json", f"the record holds a {type(value).__name__}; yield JSON's values, and bytes")
+
 
 _READ: dict[Form, Callable[..., Iterator[RawRecord]]]
 _READ = {"samples": read_samples, "rows": read_rows, "yielded": read_yielded}

@@ -96,8 +96,7 @@ Sample = tuple[str, tuple[MemberBytes, ...]]
 
 
 def find_samples(source: SourceFile, chunk_bytes: ChunkBytes, damage: SampleRejected | None = None) -> Iterator[Chunk]:
-    """Divides a tar into chunks of samples; see `sources.find_chunks`. ``damage`` is why what follows in the tar could
-    not be unpacked."""
+    """Divides a tar into chunks of samples; see `sources.find_chunks`. ``damage`` is why the rest is not unpacked."""
     samples: list[Sample] = []
     first = size = position = 0
     error = damage

@@ -207,15 +207,11 @@ _CHANGE_THE_MEANING = {name: (applies, why) for names, applies, why in _MEANINGS
 def read_turns(
     messages: list[Any], fields: tuple[str, str], media: RecordMedia, warnings: list[str], column: str
 ) -> list[Turn]:
-    """The turns of a list of messages, which a column holds. Raises SampleRejected: ``unknown_role``, ``empty_turn``,
-    ``non_string_value``, ``bad_tool_call``, ``bad_weight``, ``unsupported_weight``, ``unsupported_field``,
-    ``conflicting_thinking``, ``unknown_part``, ``bad_frames``.
-
-    Args:
-        fields: names of the fields that hold the role and the content of a message.
-        media: of the record; receives the media that the turns name and the fields that nothing reads.
-        warnings: receives ``empty_system_turn_kept`` for every system turn without text.
-    """
+    """The turns of a list of messages, which a column holds; ``fields`` hold the role and the content of a message.
+    ``media`` of the record receives the media that the turns name and the fields that nothing reads, and ``warnings``
+    ``empty_system_turn_kept`` for every system turn without text. Raises SampleRejected: ``unknown_role``,
+    ``empty_turn``, ``non_string_value``, ``bad_tool_call``, ``bad_weight``, ``unsupported_weight``,
+    ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``bad_frames``."""
     role_field, content_field = fields
     turns: list[Turn] = []
     for number, message in enumerate(messages):

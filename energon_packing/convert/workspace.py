@@ -28,9 +28,9 @@ from energon_packing.errors import UserError, fault_of, said_of_system
 from energon_packing.executors.work import ended_by_sigterm
 from energon_packing.line_file import lock
 from energon_packing.remote_files import (
-    is_stored,
+    exists,
     listed,
-    local_copy,
+    present,
     remote_address,
     remove,
     shown,
@@ -43,6 +43,7 @@ _LOCK = "in-progress.lock"
 JOURNAL = "media-checks.jsonl"  # Beside the directory to build in
 _REPLACED = "replaced"
 MARK = "being-stored.json"  # Beside the files of a data set that is not complete
+_SENT = "sent.jsonl"  # Beside the directory to build in: shards that a store has, as it has them
 
 
 def partial_directory(out: Path) -> Path:
@@ -88,12 +89,27 @@ def check_out(config: ConvertConfig) -> None:
 def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
     """The report of a finished conversion of the same sources and options, which `resume` skips; raises `UserError` if
     the data set there was made from something else, and `overwrite` is not set."""
-    found = read_report(config.out)
+    found = None if exists(config.out / MARK) else read_report(config.out)  # what another one left may lie beside it
     if found is None or (difference := fingerprint_difference(found["fingerprint"], fingerprint)) is None:
         return found
     if not config.overwrite:
         raise UserError(f"--out {shown(config.out)} cannot be resumed: {difference}; add --overwrite to replace it")
     return None
+
+
+@contextmanager
+def alone(directory: Path, out: Path) -> Iterator[None]:
+    """Locks the directory in which a conversion to `out` works. Raises UserError: another one has it.
+    OSError: it cannot be written."""
+    with (directory / _LOCK).open("a") as held:
+        try:
+            lock(held, out, wait=False)
+            if not os.path.samestat(os.fstat(held.fileno()), os.stat(directory / _LOCK)):
+                raise OSError("it was made anew")
+        except OSError as error:  # also where another one has finished meanwhile, and removed the file
+            busy = f"another conversion is writing to {shown(out)}; wait for it, or choose another --out"
+            raise UserError(busy) from error
+        yield
 
 
 @contextmanager
@@ -109,14 +125,7 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
             if left - {_LOCK} and _STATE not in left:
                 raise UserError(f"{partial} is in the way and was not made by convert; move it away")
             partial.mkdir(parents=True, exist_ok=True)
-            held = stack.enter_context((partial / _LOCK).open("a"))
-            try:
-                lock(held, config.out, wait=False)
-                if not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / _LOCK)):
-                    raise OSError("it was made anew")
-            except OSError as error:  # also where another one has finished meanwhile, and removed the file
-                busy = f"another conversion is writing to {config.out}; wait for it, or choose another --out"
-                raise UserError(busy) from error
+            stack.enter_context(alone(partial, config.out))
             if (replaced := partial / _REPLACED).is_dir() and not config.out.exists():
                 os.rename(replaced, config.out)  # a kill between the two renames of `publish`
             check_out(config)  # another conversion may have finished since it was checked first
@@ -173,12 +182,11 @@ def publish(build: Path, out: Path) -> None:
 
 
 def fetched(source: SourceFile, scratch: Path) -> SourceFile:
-    """A source as a file of this machine: itself, or a copy of one in an object store. Raises OSError: this machine's
-    disk takes no more."""
+    """A source as a file of this machine: itself, or a copy of one in a store. Raises OSError: the disk is full."""
     if source.address is None:
         return source
     try:
-        return replace(source, path=local_copy(source.address, scratch / "sources"))
+        return replace(source, path=remote_files.local_copy(source.address, scratch / "sources"))
     except OSError as error:
         if fault_of(error) == "disk":
             raise
@@ -206,6 +214,7 @@ class StoredDataSet:
 
     def __init__(self, local: Path, address: str) -> None:
         self._local, self._address = local, address
+        self._mode = "w"  # of the file of notes, since all shards of a conversion come again
 
     @functools.cached_property
     def _before(self) -> set[str]:
@@ -219,31 +228,45 @@ class StoredDataSet:
 
     def _put(self, file: Path, name: str) -> None:
         target = f"{self._address}/{name}"
-        if name not in self._before or _order(name) or not is_stored(file, target):
+        if name not in self._before or _order(name) or not remote_files.is_stored(file, target):
             store(file, target)
 
     def add(self, tar: Path, build: Path) -> None:
-        """Stores a shard that is whole, with its index, and deletes it on this machine."""
-        with said_of_system(f"--out {self._address} cannot be written", "; start again with --resume"):
+        """Stores a shard that is whole, with its index, notes as what, and deletes it on this machine."""
+        with said_of_system(f"--out {shown(self._address)} cannot be written", "; start again with --resume"):
             for file in (tar, tar.with_suffix(".tar.idx")):
-                self._put(file, file.relative_to(build).as_posix())
+                self._put(file, name := file.relative_to(build).as_posix())
+                with self._local.with_name(_SENT).open(self._mode, encoding="utf-8") as notes:
+                    self._mode = "a"
+                    notes.write(json.dumps([name, _stamp(present(f"{self._address}/{name}"))]) + "\n")
                 file.unlink()
+
+    def _lost(self, shards: set[str]) -> set[str]:
+        """Shards that the store does not have as they were sent, but not at all, or from another conversion."""
+        try:
+            notes = dict(map(json.loads, self._local.with_name(_SENT).read_text(encoding="utf-8").splitlines()))
+        except (OSError, ValueError):  # the disk was full in the middle of a line
+            return shards
+        there = {name: _stamp(file) for name, file in listed(self._address)}
+        return {name for name in shards if name not in notes or notes[name] != there.get(name)}
 
     def complete(self, progress: Callable[[str, int, int], None]) -> None:
         """Stores the other files, those last that make it a data set, and deletes what else was there."""
         files = {path.relative_to(self._local).as_posix(): path for path in self._local.rglob("*") if path.is_file()}
         done, total = 0, sum(path.stat().st_size for path in files.values())
         progress("store", done, total)
-        complete = f"the data set is complete in {self._local}, but --out {self._address} cannot be written"
+        complete = f"the data set is complete in {self._local}, but --out {shown(self._address)} cannot be written"
         with said_of_system(complete, "; start again with --resume"):
             shards = set[str]()
             for name in [name for name in files if name.endswith(f"/{layout.INFO_FILE}")]:
                 folder = f"./{name}".removesuffix(f"/{layout.META_DIRECTORY}/{layout.INFO_FILE}")
                 counts = json.loads(files[name].read_text(encoding="utf-8"))["shard_counts"]
                 shards |= {f"{folder}/{shard}{end}".removeprefix("./") for shard in counts for end in ("", ".idx")}
+            if lost := self._lost(shards - files.keys()):
+                raise UserError(
+                    f"--out {shown(self._address)} lacks {min(lost)} as it was sent; start again without --resume"
+                )
             before = self._before
-            if missing := shards - files.keys() - {name for name, _ in listed(self._address)}:
-                raise UserError(f"--out {self._address} lacks {min(missing)}; start again without --resume")
             for name in sorted(files, key=lambda name: (_order(name), name)):
                 self._put(files[name], name)
                 done += files[name].stat().st_size
@@ -251,6 +274,11 @@ class StoredDataSet:
             gone = [name for name in sorted(before - files.keys() - shards) if not _order(name)]  # of the one before
             for name in (*gone, MARK):
                 remove(f"{self._address}/{name}")
+
+
+def _stamp(file: remote_files.RemoteFile) -> list[Any]:
+    """What tells a file of a store from another one; the time changes when the same content is sent again."""
+    return [file.size, file.version or file.changed]
 
 
 def _order(name: str) -> int:

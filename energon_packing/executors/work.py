@@ -69,13 +69,9 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorEntry:
-    """An executor as its module declares it.
-
-    Attributes:
-        make: makes one from the number of workers (None: all that there are), the address of a cluster, and the number
-            of tasks (None: unknown).
-        cluster: whether its workers may be on other machines, which see the same files.
-    """
+    """An executor as its module declares it. `make` makes one from the number of workers (None: all that there are),
+    the address of a cluster, and the number of tasks (None: unknown); `cluster` is whether its workers may be on other
+    machines, which see the same files."""
 
     make: Callable[[int | None, str | None, int | None], Executor]
     cluster: bool = False

@@ -152,9 +152,8 @@ def run_config_of(args: Any) -> RunConfig:
         ),
     )
     data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
-    packing = replace(
-        config.packing, seq_length=length, pad_to_max_length=config.packing.pad_to_max_length or equal_width
-    )
+    equal_width = equal_width or config.packing.pad_to_max_length
+    packing = replace(config.packing, seq_length=length, pad_to_max_length=equal_width)
     by_row = {each: getattr(args, each) for each in _OWNED_IF_DYNAMIC.values() if dynamic and getattr(args, each)}
     parallel = replace(
         config.parallel,
@@ -168,10 +167,8 @@ def run_config_of(args: Any) -> RunConfig:
         eval_context_parallel=None,
     )
     if packing.pad_to_max_length and length % parallel.multiple:
-        raise ConfigError(
-            f"{argument} is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
-            f"use {length // parallel.multiple * parallel.multiple}."
-        )
+        why = f"not a multiple of {parallel.multiple}, to which this layout aligns samples"
+        raise ConfigError(f"{argument} is {length}, {why}; use {length // parallel.multiple * parallel.multiple}.")
     evaluated = getattr(args, "eval_global_batch_size", None)
     training = replace(
         config.training,
@@ -241,17 +238,13 @@ def check_arguments(args: Any) -> None:
 def _refuse_contradictions(config: RunConfig, given: set[str], args: Any) -> None:
     dynamic = is_dynamic(args)
     if dynamic != config.parallel.is_dynamic and "parallel.context_parallel" in given:
-        raise ConfigError(
-            f"parallel.context_parallel is {config.parallel.context_parallel}, but --dynamic-context-parallel is "
-            f"{'' if dynamic else 'not '}given; add one of them, or remove the other."
-        )
+        but = f"--dynamic-context-parallel is {'' if dynamic else 'not '}given; add one of them, or remove the other."
+        raise ConfigError(f"parallel.context_parallel is {config.parallel.context_parallel}, but {but}")
     for setting, name in (_OWNED_BY_MEGATRON | (_OWNED_IF_DYNAMIC if dynamic else {})).items():
         if dynamic and setting == "parallel.context_parallel":
             continue
         section, key = setting.split(".")
         ours, theirs = getattr(getattr(config, section), key), getattr(args, name, None)
         if setting in given and theirs is not None and ours != theirs:
-            raise ConfigError(
-                f"{setting} is {ours}, but --{name.replace('_', '-')} is {theirs}; Megatron-LM's argument decides, so "
-                f"change it or remove {setting}."
-            )
+            fix = f"Megatron-LM's argument decides, so change it or remove {setting}."
+            raise ConfigError(f"{setting} is {ours}, but --{name.replace('_', '-')} is {theirs}; {fix}")

@@ -24,13 +24,8 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import ledger_apart
-from energon_packing.megatron_lm.arguments import (
-    ROW_LENGTH,
-    add_energon_packing_args,
-    is_dynamic,
-    row_length,
-    run_config_of,
-)
+from energon_packing.megatron_lm import arguments
+from energon_packing.megatron_lm.arguments import is_dynamic, row_length, run_config_of
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_packs, packs_of_steps, plan_behind, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch, packed_seq_params, widened
@@ -80,10 +75,8 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
 
     row = next(data_iterator)
     if not isinstance(row, PackedBatch):
-        raise PackingError(
-            f"the data iterator returned a {type(row).__name__}, not a packed row; pass the provider of "
-            "energon_packing.megatron_lm to pretrain()"
-        )
+        fix = "pass the provider of energon_packing.megatron_lm to pretrain()"
+        raise PackingError(f"the data iterator returned a {type(row).__name__}, not a packed row; {fix}")
     row = widened(row, width(row.total_tokens))
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -258,6 +251,7 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         writer.flush()
 
 
+ROWS_OF_TEXT = "Megatron-Core's scheduler takes rows of text with positions of one axis"
 BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 """What a stage without embedding, output layer and MTP reads of a row."""
 
@@ -333,10 +327,8 @@ def core_row(batch: PackedBatch) -> dict[str, torch.Tensor]:
     between segments, and routers to skip it. Raises PackingError: the row has media, positions of three axes, or fields
     that Core would leave out."""
     if batch.visual_inputs or batch.extra or batch.position_ids.dim() != 2:
-        raise PackingError(
-            "Megatron-Core's scheduler takes rows of text with positions of one axis; remove "
-            "--sequence-packing-scheduler, or media, encoder.extra_fields and encoder.position_ids"
-        )
+        fix = "remove --sequence-packing-scheduler, or media, encoder.extra_fields and encoder.position_ids"
+        raise PackingError(f"{ROWS_OF_TEXT}; {fix}")
     physical = batch.boundaries
     lengths = physical.diff()
     lengths[:] = 0
@@ -351,8 +343,7 @@ def core_row(batch: PackedBatch) -> dict[str, torch.Tensor]:
 
 
 def install(name: str) -> None:
-    """Takes the place of Core's scheduler ``name``, as ``--sequence-packing-scheduler`` calls it. Raises ConfigError:
-    Core has none of that name."""
+    """Replaces Core's scheduler ``name`` of ``--sequence-packing-scheduler``. Raises ConfigError: Core has none."""
     from megatron.core.datasets import data_schedule
 
     schedulers = getattr(data_schedule, "scheduler_map", {})  # none before August 2026, nor in Core 0.19
@@ -387,10 +378,9 @@ def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     folder = args.dataloader_save or os.path.join(args.load or args.save, BESIDE_MODEL)
     named: dict[str, Any] = {"basename": f"train_dataloader_dprank{data_parallel_rank or 0:03d}.pt"}
     named |= {"tensor_rank": 0, "pipeline_rank": 0, "expert_parallel": False, "expert_rank": 0}
-    own, *others = (
-        Path(get_checkpoint_name(folder, args.iteration, pipeline_parallel=pipelined, **named))
-        for pipelined in ((None, False, True) if data_parallel_rank is None else (None,))
-    )
+    pipelined = (None, False, True) if data_parallel_rank is None else (None,)
+    files = (get_checkpoint_name(folder, args.iteration, pipeline_parallel=each, **named) for each in pipelined)
+    own, *others = map(Path, files)
     file = next((path for path in (own, *others) if path.is_file()), own)
     state = read_state(
         file,
@@ -407,9 +397,8 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron-LM's function of this name, with our argument group and our checks. ``--dataloader-type`` is
-    ``external`` unless it is given. Raises ConfigError: arguments that cannot work with packed rows; raised before any
-    process group exists."""
+    """Megatron-LM's function of this name, with our arguments and checks. ``--dataloader-type`` is ``external`` unless
+    given. Raises ConfigError, before any process group exists: arguments that cannot work with packed rows."""
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
     theirs = extra_args_provider or (lambda parser: parser)
@@ -417,7 +406,7 @@ def parse_and_validate_args(
     given = dict(args_defaults or {})
     dynamic = "--dynamic-context-parallel" in sys.argv or given.get("dynamic_context_parallel")
     defaults = {"dataloader_type": "single" if dynamic else "external"} | given
-    args = megatrons(lambda parser: add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
+    args = megatrons(lambda parser: arguments.add_energon_packing_args(theirs(parser)), ignore_unknown_args, defaults)
     if is_dynamic(args) and args.dataloader_type == "single":
         args.dataloader_type = "external"
     if is_dynamic(args):
@@ -426,7 +415,7 @@ def parse_and_validate_args(
             args.max_seqlen_per_dp_cp_rank = None  # not what Core's own packing needs at least
         config = run_config_of(args)
         args.max_seqlen_per_dp_cp_rank = config.parallel.tokens_of_a_rank(config.packing.seq_length)
-    setattr(args, ROW_LENGTH, row_length(args))
+    setattr(args, arguments.ROW_LENGTH, row_length(args))
     enforce_rules(args, run_config_of(args))
     return args
 
@@ -449,19 +438,15 @@ def train_valid_test_datasets_provider(
     if scheduler:
         path = config.data.path
         if not has_global_packs(path):
-            raise ConfigError(
-                f"--sequence-packing-scheduler packs rows again, and {path} is no plan, which says what it would "
-                "schedule; remove it, or plan the data set."
-            )
+            why = f"{path} is no plan, which says what it would schedule; remove it, or plan the data set."
+            raise ConfigError(f"--sequence-packing-scheduler packs rows again, and {why}")
         facts = plan_behind(path).facts
         media = [each["name"] for each in facts.summary.get("datasets", ()) if each.get("rows_with_media")]
         encoder = config.encoder
         if media or encoder.position_ids == "mrope" or encoder.extra_fields:
             has = f"{media[0]} has media" if media else "the run has encoder.position_ids mrope or extra_fields"
-            raise ConfigError(
-                f"Megatron-Core's scheduler takes rows of text with positions of one axis, and {has}; "
-                "remove --sequence-packing-scheduler and --dynamic-context-parallel (docs/dynamic_context.md)."
-            )
+            fix = "remove --sequence-packing-scheduler and --dynamic-context-parallel (docs/dynamic_context.md)."
+            raise ConfigError(f"{ROWS_OF_TEXT}, and {has}; {fix}")
         install(scheduler)
     data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=dynamic)
     groups = SimpleNamespace(

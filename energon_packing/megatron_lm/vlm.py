@@ -32,9 +32,8 @@ __all__ = ["forward_step", "parse_and_validate_args", "train_valid_test_datasets
 
 def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
     """One micro-batch forward, as Megatron-LM's schedules call it, of a ``LLaVAModel`` or a model with Hugging Face's
-    argument names, wrapped or not. Returns token losses on the last stage, hidden states elsewhere; and the loss
-    function. Raises ConfigError: a schedule plan is requested, which takes no boundaries, or the processor does not fit
-    the model."""
+    names, wrapped or not. Returns token losses on the last stage, hidden states elsewhere, and the loss function.
+    Raises ConfigError: a schedule plan is requested, which takes no boundaries, or the processor does not fit."""
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
     inner = innermost(model)
@@ -75,10 +74,9 @@ def llava_inputs(
     runs = torch.diff(ends, prepend=ends.new_zeros(1))
     if (runs % tokens_per_tile).any():
         wrong = int(runs[runs % tokens_per_tile > 0][0])
-        raise ConfigError(
-            f"An image has {wrong} placeholders, but the model makes {tokens_per_tile} embeddings per tile; use the "
-            "processor that belongs to the vision model (its size, patch size and class token)."
-        )
+        fix = "use the processor that belongs to the vision model (its size, patch size and class token)."
+        made = f"the model makes {tokens_per_tile} embeddings per tile"
+        raise ConfigError(f"An image has {wrong} placeholders, but {made}; {fix}")
     kept = ~media | last
     visual = dict(batch.visual_inputs or {})
     images = visual.pop("pixel_values", None)
@@ -104,20 +102,16 @@ def check_encoders(model: Any) -> None:
 
     args, flags = get_args(), ("overlap_grad_reduce", "use_megatron_fsdp", "use_torch_fsdp2")
     waits = next((flag.replace("_", "-") for flag in flags if getattr(args, flag, False)), None)
-    trained = [
-        name for name, weight in model.named_parameters() if weight.requires_grad and "language_model" not in name
-    ]
+    weights = model.named_parameters()
+    trained = [name for name, weight in weights if weight.requires_grad and "language_model" not in name]
     if waits and trained and not run_config_of(args).packing.dummy_image:
-        raise ConfigError(
-            f"--{waits} waits for the gradient of {trained[0]}, which a pack of text does not give; add "
-            "--packing-set packing.dummy_image=true, or remove the argument."
-        )
+        fix = "a pack of text does not give; add --packing-set packing.dummy_image=true, or remove the argument."
+        raise ConfigError(f"--{waits} waits for the gradient of {trained[0]}, which {fix}")
 
 
 @functools.cache
 def image_placeholder() -> int:
-    """Token id of image placeholders, read once from the run's processor. Raises `ConfigError`: the processor has no
-    image placeholder."""
+    """Token id of image placeholders, read once from the run's processor. Raises `ConfigError`: it has none."""
     from megatron.training import get_args
 
     from energon_packing.families.registry import build_family, load_processor

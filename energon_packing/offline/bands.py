@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.offline.blend import Blend, Part, amounts_of, position, stretch, turns
+from energon_packing.offline.blend import Blend, Part, position, stretch, turns
 from energon_packing.offline.samples import AnyLimits, Drop, Samples, Sources, joined, shard_samples
 from energon_packing.sample_kind import AnyRun
 
@@ -39,7 +39,7 @@ class Counted:
 
     sources: Sources
     config: AnyRun
-    # rows of `Samples`, their `amounts_of` and their tokens: ``[shards, 3]`` float64
+    # rows of `Samples`, their `Samples.amounts` and their tokens: ``[shards, 3]`` float64
     shards: np.ndarray
     samples: int = 0  # source samples that can be packed
     pairs: int = 0
@@ -60,7 +60,7 @@ class Counted:
         """Counts what `energon_packing.offline.samples.fitting_samples` said of some shards."""
         sizes, tokens = samples.sizes, samples.sizes.tokens
         bounds = np.searchsorted(samples.source, self.sources.starts[shards.start : shards.stop + 1])
-        for at, each in enumerate((None, amounts_of(samples, self.config.plan), tokens)):
+        for at, each in enumerate((None, samples.amounts(self.config.plan.weights_by), tokens)):
             sums = np.arange(len(samples) + 1) if each is None else np.cumsum(np.concatenate([[0], each]))
             self.shards[shards.start : shards.stop, at] = np.diff(sums[bounds])
         self.samples += int(np.count_nonzero(np.diff(samples.source, prepend=-1)))
@@ -96,7 +96,7 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
                 intervals = tuple(zip(low, high, strict=True))
                 bands.append([replace(part, intervals=intervals, band=(at,), ends=at == number - 1)])
             held = float(BAND)
-        elif held + count <= BAND:
+        elif bands and held + count <= BAND:
             bands[-1].append(part)
             held += count
         else:
@@ -105,15 +105,18 @@ def bands_of(parts: Sequence[Part], rows: np.ndarray) -> list[list[Part]]:
     return bands
 
 
-def rounds_of(counted: Counted, bands: Sequence[Sequence[Part]]) -> list[int]:
-    """How many rounds each permutation of a data set goes through its shards in."""
-    often = np.sum([np.diff(np.array(part.intervals))[:, 0] for parts in bands for part in parts], axis=0)
-    read = counted.datasets[:, 0] * often
+def rounds_of(counted: Counted, parts: Sequence[Part]) -> list[int]:
+    """How many rounds each permutation of a data set goes through its shards in. That follows from the first of the
+    parts that has some of it, so that a plan of more epochs or stages begins with the same packs."""
+    lengths = np.array([[last - first for first, last in part.intervals] for part in parts])
+    read = counted.datasets[:, 0] * lengths
     rounds = []
-    for dataset, share in enumerate(read / max(read.sum(), 1)):
+    for dataset, at in enumerate((lengths > 0).argmax(axis=0).tolist()):
         rows, _, tokens = counted.shards[counted.sources.dataset == dataset].T
         rows, tokens = rows[rows > 0], tokens[rows > 0]
-        wanted, apart = 1, len(bands) / often[dataset] if often[dataset] else 0.0  # bands from permutation to next
+        often, held = float(lengths[at, dataset]), float(read[at].sum())
+        share = float(read[at, dataset]) / max(held, 1)
+        wanted, apart = 1, held / BAND / often if often else 0.0  # bands from permutation to next
         if rows.size and apart > 1:
             mean = tokens.sum() / rows.sum()
             spread = float(rows @ np.square(tokens / rows / mean - 1)) / rows.sum()
@@ -138,15 +141,15 @@ class Band:
     ) -> None:
         sources, config = counted.sources, counted.config
         bounds = np.searchsorted(sources.dataset, np.arange(len(sources.datasets) + 1)).tolist()
-        wanted: defaultdict[int, list[tuple[tuple[int, float, float], tuple[int, ...], float, float]]]
+        wanted: dict[int, list[tuple[tuple[int, float, float], tuple[tuple[int, ...], float, float]]]]
         wanted = defaultdict(list)
         for dataset, (first, last) in ((at, ends) for part in parts for at, ends in enumerate(part.intervals)):
             amounts = counted.shards[bounds[dataset] : bounds[dataset + 1], 1]
             for turn, *ends in turns(first, last) if amounts.any() else ():
                 seed = [blend.config.seed, dataset, turn, 2]
                 for shard, low, high in shard_stretches(amounts, rounds[dataset], seed, *ends):
-                    own = (dataset, first, last), (dataset, turn, 2, shard), low, high
-                    wanted[bounds[dataset] + shard].append(own)
+                    part = (dataset, turn, 2, shard), low, high
+                    wanted[bounds[dataset] + shard].append(((dataset, first, last), part))
         self._drawn: defaultdict[tuple[int, float, float], list[np.ndarray]] = defaultdict(list)
         self._content: list[pa.Table] = []
         taken: list[Samples] = [again.take(slice(0))]
@@ -155,13 +158,9 @@ class Band:
             samples, table = shard_samples(sources, shard, limits, config, again, columns)
             if not len(samples):
                 continue
+            chosen = [(interval, stretch(samples, blend.config, *part)) for interval, part in wanted[shard]]
             used = np.zeros(len(samples), dtype=bool)
-            chosen = []
-            for interval, seeds, low, high in wanted[shard]:
-                whole = (low, high) == (0.0, 1.0)
-                rows = np.arange(used.size) if whole else stretch(samples, blend.config, seeds, low, high)
-                chosen.append((interval, rows))
-                used[rows] = True
+            used[np.concatenate([rows for _, rows in chosen])] = True
             place = count - 1 + np.cumsum(used)
             for interval, rows in chosen:
                 self._drawn[interval].append(place[rows])
@@ -190,12 +189,8 @@ def shard_stretches(
     before = np.concatenate([[0.0], after[:-1]])
     begin, end = int(np.searchsorted(after, low, side="right")), int(np.searchsorted(before, high))
     for at in range(begin, end):
-        turn = at // amounts.size
-        ends = (
-            turn / rounds if before[at] >= low else (turn + (low - before[at]) / (after[at] - before[at])) / rounds,
-            (turn + 1) / rounds
-            if after[at] <= high
-            else (turn + (high - before[at]) / (after[at] - before[at])) / rounds,
-        )
-        if ends[0] < ends[1]:
-            yield int(order[at]), *ends
+        turn, width = at // amounts.size, after[at] - before[at]
+        first = turn if before[at] >= low else turn + (low - before[at]) / width
+        last = turn + 1 if after[at] <= high else turn + (high - before[at]) / width
+        if first / rounds < last / rounds:
+            yield int(order[at]), first / rounds, last / rounds

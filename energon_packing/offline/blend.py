@@ -11,7 +11,6 @@ what they lack comes first.
 
 import bisect
 import difflib
-import itertools
 import math
 import os.path
 from collections import defaultdict
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config.run import PlanConfig, PlannedDatasetConfig, group_name
+from energon_packing.config.run import LARGEST_EPOCHS, PlanConfig, PlannedDatasetConfig, group_name
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.plan import ROUNDING, Plan
@@ -58,24 +57,18 @@ def shares_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[Sh
     if len(missing) == len(used):
         weights = _weights_of_the_blend(datasets, used, config)
     elif missing:
-        raise ConfigError(
-            f"plan.datasets: {', '.join(missing)} has no weight, but others have; give a weight to all, or to none."
-        )
-    return [
-        Share(weight=weight, epochs=epoch, group=setting.group)
-        for weight, epoch, setting in zip(weights, epochs, settings, strict=True)
-    ]
+        what = f"{', '.join(missing)} has no weight, but others have"
+        raise ConfigError(f"plan.datasets: {what}; give a weight to all, or to none.")
+    rows = zip(weights, epochs, settings, strict=True)
+    return [Share(weight=weight, epochs=epoch, group=setting.group) for weight, epoch, setting in rows]
 
 
 def _epochs(dataset: IndexedDataset, setting: PlannedDatasetConfig, config: PlanConfig) -> float:
     if setting.epochs is not None:
         return setting.epochs
-    if config.weights_by != "none" and setting.weight is None:
-        if dataset.weight == 0:
-            return 0.0
-        if dataset.repetitions is not None:
-            return dataset.repetitions
-    return 1.0
+    if config.weights_by == "none" or setting.weight is not None:
+        return 1.0
+    return 0.0 if dataset.weight == 0 else 1.0 if dataset.repetitions is None else dataset.repetitions
 
 
 def _weights_of_the_blend(
@@ -90,10 +83,8 @@ def _weights_of_the_blend(
     if len(blended) < len(used) or len(blends) > 1:
         others = [datasets[number].name for number in used if number not in blended]
         beside = f"{', '.join(others)} has none" if others else f"so does {blends[1]}"
-        raise ConfigError(
-            f"{blends[0]} gives its data sets weights, and {beside}; give each data set a weight in plan.datasets, "
-            "or set plan.weights_by to none."
-        )
+        fix = "give each data set a weight in plan.datasets, or set plan.weights_by to none"
+        raise ConfigError(f"{blends[0]} gives its data sets weights, and {beside}; {fix}.")
     return [dataset.weight for dataset in datasets]
 
 
@@ -172,7 +163,7 @@ class Kept:
     @property
     def share_left(self) -> float:
         """Share of the packs of the epoch that has begun which they do not have."""
-        first, stop = (0, *self.ends, *self.ends[-1:])[self.begun : self.begun + 2]
+        first, stop = (0, *self.ends, *self.ends[-1:], 0)[self.begun : self.begun + 2]
         return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
 
 
@@ -191,7 +182,7 @@ class Blend:
 
     @classmethod
     def of(cls, datasets: Sequence[IndexedDataset], held: np.ndarray, config: PlanConfig) -> "Blend":
-        """The blend of these data sets, with sums ``[D, 2]`` of each: `amounts_of` its samples, and their tokens.
+        """The blend of these data sets, with sums ``[D, 2]`` of each: `Samples.amounts`, and their tokens.
         Raises as `shares_of`; UserError: a data set of a stage has nothing."""
         shares = shares_of(datasets, config)
         groups: defaultdict[str, list[int]] = defaultdict(list)
@@ -204,9 +195,10 @@ class Blend:
             if (empty := np.flatnonzero(weights.any(axis=0) & (amounts == 0))).size:
                 raise UserError(f"plan.stages: no sample of {datasets[empty[0]].name} can be packed; leave it out.")
             of_weight = weights / np.maximum(amounts, 1)  # permutations for a unit of weight
-            lengths = (
-                of_weight * (np.array([each.tokens for each in config.stages]) / (of_weight @ held[:, 1]))[:, None]
-            )
+            units = np.array([each.tokens for each in config.stages]) / (of_weight @ held[:, 1])
+            lengths = of_weight * units[:, None]
+            if (most := float(lengths.sum(axis=0).max())) > LARGEST_EPOCHS:
+                raise ConfigError(f"plan.stages: a data set would come {most:.4g} times; give the stages fewer tokens.")
         return cls(
             shares=tuple(shares),
             repeats=_repeats(shares, amounts.tolist()) if lengths is None else tuple(lengths.mean(axis=0).tolist()),
@@ -253,16 +245,22 @@ def turns(first: float, last: float) -> Iterator[tuple[int, float, float]]:
         yield turn, max(first - turn, 0.0), min(last - turn, 1.0)
 
 
-def amounts_of(samples: Samples, config: PlanConfig) -> np.ndarray:
-    """What weights count of each row, ``[N]``: its tokens, or 1 of each sample, whose pieces count once."""
-    firsts: np.ndarray = np.diff(samples.source, prepend=-1) != 0
-    return samples.sizes.tokens if config.weights_by == "tokens" else firsts
+def shares_of_rows(samples: Samples, config: PlanConfig) -> np.ndarray:
+    """As `Samples.amounts`, but each piece counts as its share of the sample, ``[N]`` float64."""
+    if config.weights_by == "tokens":
+        return samples.sizes.tokens.astype(np.float64)
+    of, pieces = np.unique(samples.source, return_inverse=True, return_counts=True)[1:]
+    shares: np.ndarray = 1.0 / pieces[of]
+    return shares
 
 
 def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: float, high: float) -> np.ndarray:
-    """Rows of some `samples` in the part ``[low, high)`` of one permutation of them."""
+    """Rows of some `samples` in the part ``[low, high)`` of one permutation of them; all, in their order, if it is
+    whole."""
+    if (low, high) == (0.0, 1.0):
+        return np.arange(len(samples))
     firsts = np.flatnonzero(np.diff(samples.source, prepend=-1))  # the first row of each sample
-    amount = np.add.reduceat(amounts_of(samples, config).astype(np.int64), firsts)
+    amount = np.add.reduceat(samples.amounts(config.weights_by).astype(np.int64), firsts)
     order = np.random.default_rng([config.seed, *seed]).permutation(firsts.size)
     # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
     after = np.cumsum(amount[order])
@@ -289,66 +287,73 @@ class AllSamples:
             begun = int(times.max())  # permutations, which may lack samples
             random = np.random.default_rng([self.config.seed, dataset, begun, 6])
             left = random.permutation(np.repeat(np.arange(start, end), begun - times))
-            amount = self.samples.sizes.tokens[left] if self.config.weights_by == "tokens" else np.ones(left.size)
+            amount = shares_of_rows(self.samples, self.config)[left]
             after = np.cumsum(amount)
             places = given + (begun - given) * (after - amount / 2) / after[-1:]
             parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
             first = max(first, float(begun))
         for turn, low, high in turns(first, last) if start < end else ():
-            whole, own = low == 0.0 and high == 1.0, self.samples.take(slice(start, end))
-            within = np.arange(len(own)) if whole else stretch(own, self.config, (dataset, turn, 2), low, high)
-            parts.append(start + within)
+            own = self.samples.take(slice(start, end))
+            parts.append(start + stretch(own, self.config, (dataset, turn, 2), low, high))
         return np.concatenate(parts)
 
     def content(self, columns: Sequence[str]) -> tuple[list[pa.Table], np.ndarray]:
         """These columns of the index, and the row of each of `samples` there, ``[N]`` int64."""
         return [table for _, table in self.sources.tables(columns)], self.samples.source
 
-
-def kept_packs(plan: Plan, first: int, drawn: "AllSamples", decided: Mapping[str, Any]) -> Kept:
-    """The packs of a plan before pack `first`, for one of these samples whose packs are `decided` so. Raises UserError:
-    the plan has fewer; it has other packs; or a sample of them is not in the index, or is another there."""
-    facts, samples, sources = plan.facts, drawn.samples, drawn.sources
-    if not 0 <= first <= facts.packs:
-        raise UserError(f"--from is {first}, and {plan.path} has only {facts.packs} packs.")
-    for name in sorted((facts.decided.keys() | decided.keys()) - {"plan", "rest", "extends"}):
-        if (before := facts.decided.get(name)) != (now := decided.get(name)):
-            raise UserError(f"{plan.path} was made with {name} {before!r}, now it is {now!r}; packs stay as they are.")
-    numbers = {record: at for at, record in enumerate(it for each in sources.datasets for it in each.records)}
-    of_plan = [[numbers.get(record, -1) for record in each.records] for each in facts.datasets]
-    shards = np.array([[*each, *[-1] * (max(map(len, of_plan)) - len(each))] for each in of_plan])
-    columns = ("pack", "dataset", "shard", "row", "piece", "length", "second")
-    groups = itertools.islice(plan.tables([*columns]), bisect.bisect_left(facts.row_groups, first))
-    tables = [np.stack([table.column(name).to_numpy().astype(np.int64) for name in columns]) for table in groups]
-    rows = np.concatenate([np.zeros((len(columns), 0), np.int64), *tables], axis=1)
-    pack, dataset, shard, row, piece, *lengths = rows[:, : np.searchsorted(rows[0], first)]
-    number = shards[dataset, shard]
-    order = np.searchsorted(samples.source, sources.starts[number] + row) + np.maximum(piece, 0)
-    held = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
-    own = np.stack([each[np.minimum(order, len(samples) - 1)] for each in held])
-    wrong = (number < 0) | (own != np.stack([sources.starts[number] + row, piece, *lengths])).any(axis=0)
-    if wrong.any():
-        at = int(wrong.argmax())
-        source = facts.datasets[dataset[at]]
-        raise UserError(
-            f"pack {pack[at]} of {plan.path} has sample {row[at]} of {source.shards[shard[at]].name} in {source.root}, "
-            "which is not in the index, or has another length there; give the "
-            "indexes that it was planned from, with more data sets beside them."
+    def kept_packs(self, plan: Plan, first: int, decided: Mapping[str, Any]) -> Kept:
+        """The packs of a plan before pack `first`, for one whose packs are `decided` so. Raises UserError: the plan has
+        fewer; it has other packs; or a sample of them is not in the index, or is another there."""
+        facts, samples, sources = plan.facts, self.samples, self.sources
+        if not 0 <= first <= facts.packs:
+            raise UserError(f"--from is {first}, and {plan.path} has only {facts.packs} packs.")
+        for name in sorted((facts.decided.keys() | decided.keys()) - {"plan", "rest", "extends"}):
+            if (before := facts.decided.get(name)) != (now := decided.get(name)):
+                what = f"was made with {name} {before!r}, now it is {now!r}"
+                raise UserError(f"{plan.path} {what}; packs stay as they are.")
+        numbers = {record: at for at, record in enumerate(it for each in sources.datasets for it in each.records)}
+        of_plan = [[numbers.get(record, -1) for record in each.records] for each in facts.datasets]
+        shards = np.array([[*each, *[-1] * (max(map(len, of_plan)) - len(each))] for each in of_plan])
+        columns = ("pack", "dataset", "shard", "row", "piece", "length", "second")
+        if len(facts.epoch_ends) > facts.epochs:
+            raise UserError(f"{plan.path} begins with the rest of an online run; a plan of whole epochs is extended.")
+        groups = plan.tables([*columns], 0, first)
+        tables = [np.stack([table.column(name).to_numpy().astype(np.int64) for name in columns]) for table in groups]
+        rows = np.concatenate([np.zeros((len(columns), 0), np.int64), *tables], axis=1)
+        pack, dataset, shard, row, piece, *lengths = rows[:, : np.searchsorted(rows[0], first)]
+        number = shards[dataset, shard]
+        places = [each.astype(np.int64) << 16 for each in (samples.source, sources.starts[number] + row)]  # and piece
+        order = np.searchsorted(places[0] + samples.piece, places[1] + piece)
+        held = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
+        own = np.stack([each[np.minimum(order, len(samples) - 1)] for each in held])
+        wrong = (number < 0) | (own != np.stack([sources.starts[number] + row, piece, *lengths])).any(axis=0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            source = facts.datasets[dataset[at]]
+            sample = f"sample {row[at]} of {source.shards[shard[at]].name} in {source.root}"
+            raise UserError(
+                f"pack {pack[at]} of {plan.path} has {sample}, which is not in the index, or has another length there; "
+                "give the indexes that it was planned from, with more data sets beside them."
+            )
+        alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
+        begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
+        times, amount = np.bincount(order, minlength=len(samples)), shares_of_rows(samples, self.config)
+        parts = [slice(*ends) for ends in pairwise([0, *self.ends])]
+        often = {each["name"]: each["per_epoch"] for each in facts.summary["datasets"] if alike and not facts.stages}
+        for at, dataset in enumerate(sources.datasets):  # what no pack has of finished epochs is owed from now on only
+            own, gone = times[parts[at]], int(often.get(dataset.name, 0) * begun)
+            if own.any():
+                own[own == 0] = gone
+        return Kept(
+            plan=facts.id,
+            order=order,
+            sizes=np.bincount(pack, minlength=first).astype(np.int64),
+            times=times,
+            given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
+            tokens=int(samples.sizes.tokens[order[pack >= (0, *facts.epoch_ends)[begun]]].sum()),
+            ends=facts.epoch_ends if alike else (),
+            begun=begun,
         )
-    alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
-    begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
-    times, amount = np.bincount(order, minlength=len(samples)), amounts_of(samples, drawn.config)
-    parts = [slice(*ends) for ends in pairwise([0, *drawn.ends])]
-    return Kept(
-        plan=facts.id,
-        order=order,
-        sizes=np.bincount(pack, minlength=first).astype(np.int64),
-        times=times,
-        given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
-        tokens=int(samples.sizes.tokens[order[pack >= (0, *facts.epoch_ends)[begun]]].sum()),
-        ends=facts.epoch_ends if alike else (),
-        begun=begun,
-    )
 
 
 def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:
@@ -369,16 +374,9 @@ def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, 
     """How often each data set occurs in an epoch: with weights, as often as the first that reaches its ``epochs``."""
     if not any(share.weight for share in shares if share.epochs > 0):
         return tuple(share.epochs for share in shares)
-    scales = [
-        share.epochs * amount / share.weight
-        for share, amount in zip(shares, amounts, strict=True)
-        if share.weight and share.epochs > 0 and amount > 0
-    ]
-    scale = min(scales, default=0.0)
-    return tuple(
-        scale * (share.weight or 0.0) / amount if amount > 0 and share.epochs > 0 else 0.0
-        for share, amount in zip(shares, amounts, strict=True)
-    )
+    pairs = [(each, amount if each.epochs > 0 else 0.0) for each, amount in zip(shares, amounts, strict=True)]
+    scale = min((it.epochs * amount / it.weight for it, amount in pairs if it.weight and amount > 0), default=0.0)
+    return tuple(scale * (it.weight or 0.0) / amount if amount > 0 else 0.0 for it, amount in pairs)
 
 
 def position(value: float) -> float:

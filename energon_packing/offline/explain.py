@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,8 @@ def explanation(plan: Plan, key: str) -> dict[str, Any]:
         for pack in sorted(set(hits.column("pack").to_pylist())):
             packed.extend(_occurrences(plan, plan.packs(pack, pack + 1)[0], key))
     # A key may hold "#" itself; what follows the last one is a piece's number only if it is a number.
-    dropped = [
-        drop
-        for drop in read_drops(plan.path, plan.facts.id)
-        if key == drop["dropped"]
-        or (drop["dropped"].startswith(f"{key}#") and drop["dropped"].removeprefix(f"{key}#").isdecimal())
-    ]
+    own = re.compile(rf"{re.escape(key)}(#\d+)?")
+    dropped = [drop for drop in read_drops(plan.path, plan.facts.id) if own.fullmatch(drop["dropped"])]
     if not packed and not dropped:
         raise UserError(
             f"{plan.path} has no sample {key!r}: neither in a pack nor among its drops. Its data set may not have it, "
@@ -68,17 +65,12 @@ SHOWN = 10  # samples of each kind that are named
 
 
 def changes(before: Plan, after: Plan) -> dict[str, Any]:
-    """Compares two plans sample by sample.
-
-    A sample is its place in its shard (row, piece), and a shard is what it holds, wherever it is; a sample that occurs
-    several times is compared occurrence by occurrence, in global order.
-
-    Returns:
-        ``same`` (whether they are the same plan), ``decided`` (settings that differ, with both values); the counts
-        ``entered``, ``left``, ``moved`` and ``kept`` (in a pack of another or the same number) and ``resized`` (of
-        another length, moved or kept); and ``examples``, for the first few that entered, left, moved or were resized:
-        name and pack before and after.
-    """
+    """Compares two plans sample by sample. A sample is its place in its shard (row, piece), and a shard is what it
+    holds, wherever it is; a sample that occurs several times is compared occurrence by occurrence, in global order.
+    Returns ``same`` (whether they are the same plan), ``decided`` (settings that differ, with both values); the counts
+    ``entered``, ``left``, ``moved`` and ``kept`` (in a pack of another or the same number) and ``resized`` (of another
+    length, moved or kept); and ``examples``, for the first few that entered, left, moved or were resized: name and pack
+    before and after."""
     records = [{each for dataset in plan.facts.datasets for each in dataset.records} for plan in (before, after)]
     shards: dict[Any, int] = dict(zip(sorted(records[0] & records[1]), itertools.count()))
     old, new = _rows(before, shards), _rows(after, shards)
@@ -122,12 +114,9 @@ def _rows(plan: Plan, shards: dict[Any, int]) -> _Rows:
     columns = {name: rows.column(name).to_numpy().astype(np.int64) for name in names}
     number = np.zeros(columns["row"].size, dtype=np.int64)
     for at, dataset in enumerate(plan.facts.datasets):
-        known = [
-            shards[record]
-            if record in shards
-            else shards.setdefault((dataset.root, each.name, each.identity["bytes"]), len(shards))
-            for record, each in zip(dataset.records, dataset.shards, strict=True)
-        ]
+        pairs = zip(dataset.records, dataset.shards, strict=True)
+        named = ((record, (dataset.root, each.name, each.identity["bytes"])) for record, each in pairs)
+        known = [shards[it] if it in shards else shards.setdefault(other, len(shards)) for it, other in named]
         here = columns["dataset"] == at
         number[here] = np.array(known, dtype=np.int64)[columns["shard"][here]]
     return _Rows(

@@ -28,9 +28,8 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ImportError as error:
-    raise UserError(
-        f"the offline road needs pyarrow ({error}); install it with: pip install '.[offline]' in the checkout"
-    ) from error
+    fix = "install it with: pip install '.[offline]' in the checkout"
+    raise UserError(f"the offline road needs pyarrow ({error}); {fix}") from error
 
 
 HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
@@ -101,15 +100,28 @@ def locked(directory: Path, byte: int = 0, *, wait: bool = True) -> Iterator[boo
         yield True  # closing the file gives the lock back
 
 
-def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> pq.ParquetFile:
+class ParquetFile(pq.ParquetFile):
+    """An open Parquet file of ours, or of anybody."""
+
+    @property
+    def described(self) -> dict[str, Any] | None:
+        """Our metadata; None if they are damaged or the file is not ours."""
+        try:
+            value = json.loads((self.schema_arrow.metadata or {})[METADATA])
+        except (KeyError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+
+def parquet_file(path: Path, *, size: int | None = None, **options: Any) -> ParquetFile:
     """Opens a Parquet file with pyarrow's `options`. Of one in a store, the end is read (`TAIL_BYTES`, and a footer
     that is larger), after the `size` was asked for if the caller does not know it; then each row group, or those of
     its columns that are asked for, in one piece. Raises OSError, pa.ArrowException: missing, unreadable, or no such
     file."""
     if (address := remote_address(path)) is None:
         path.stat()  # whose error names the file, as pyarrow's does not
-        return pq.ParquetFile(path, **options)
-    return pq.ParquetFile(pa.PythonFile(RemoteReader(address, size), "r"), pre_buffer=True, **options)
+        return ParquetFile(path, **options)
+    return ParquetFile(pa.PythonFile(RemoteReader(address, size), "r"), pre_buffer=True, **options)
 
 
 def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any]) -> None:
@@ -140,9 +152,8 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
             raise ValueError("it is too large")
         content = json.loads(text)
     except FileNotFoundError as error:
-        raise UserError(
-            f"{shown(file.parent)} is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
-        ) from error
+        why = f"is not {what} (it has no {file.name}); make one with 'energon-packing {remedy}'"
+        raise UserError(f"{shown(file.parent)} {why}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{shown(file)} cannot be read ({error}); {remedy} again") from error
     if not isinstance(content, dict) or content.get("format") != version:
@@ -162,18 +173,9 @@ def read_metadata(path: Path) -> dict[str, Any] | None:
     """Our metadata of a file; None if the file is missing, damaged or not ours."""
     try:
         with read_again(shown(path), lambda: parquet_file(path)) as file:
-            return metadata_of(file)
+            return file.described
     except (OSError, ValueError, pa.ArrowException):
         return None
-
-
-def metadata_of(file: pq.ParquetFile) -> dict[str, Any] | None:
-    """The same of an open file."""
-    try:
-        value = json.loads((file.schema_arrow.metadata or {})[METADATA])
-    except (KeyError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 MOST = 1 << 62  # of any number in a JSON file
@@ -249,13 +251,9 @@ def differing(
     stored: Mapping[str, Any], own: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> list[tuple[str, Any, Any]]:
     """Compares the settings that a stored file was made with to those of a run. A setting that the file lacks is one
-    that the version that wrote it did not have: it was made with the default. Returns every name whose values differ,
-    in order, with both values; those of a section have its name before a dot.
-
-    Args:
-        stored, own: name of a setting -> value; a section inside counts as its settings.
-        defaults: of the settings that may be newer than the file; one without any is None.
-    """
+    that the version that wrote it did not have: it was made with the default, which `defaults` have of settings that
+    may be newer than the file; one without any is None. Returns every name whose values differ, in order, with both
+    values; those of a section have its name before a dot."""
     stored, own = ({**_flat(defaults or {}), **_flat(each)} for each in (stored, own))
     pairs = ((name, stored.get(name), own.get(name)) for name in sorted({*stored, *own}))
     return [(name, before, now) for name, before, now in pairs if before != now]

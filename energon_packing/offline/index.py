@@ -28,17 +28,7 @@ from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.data_identity import HEADER_BYTES
 from energon_packing.errors import UserError
 from energon_packing.offline.data_paths import INDEX_FILE
-from energon_packing.offline.files import (
-    Amount,
-    Count,
-    InnerPath,
-    Name,
-    differing,
-    metadata_of,
-    parquet_file,
-    read_json,
-    write_json,
-)
+from energon_packing.offline.files import Amount, Count, InnerPath, Name, differing, parquet_file, read_json, write_json
 from energon_packing.packing.model_cost import SQUARES
 from energon_packing.remote_files import check_remote, exists, present, remote_address, shown
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_subflavors
@@ -86,7 +76,7 @@ COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills"
 SHAPE = ("height", "width")
 """Columns of families that pad images (those of `MOST_PATCHES`); see `shape_of`. Indexes of before lack them, and
 `SQUARES`, which conversations have."""
-SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")  # the fields of `IndexedShard` that are counts
+COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")  # the fields of `IndexedShard` that are counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,7 +229,7 @@ class Index:
         place, again = shown(path), "run 'energon-packing measure' again"
         try:
             file = parquet_file(path, page_checksum_verification=True)
-            found = metadata_of(file)
+            found = file.described
         except (OSError, pa.ArrowException):
             found = None
         if found is None or found.get("identity") != dict(shard.identity):
@@ -324,6 +314,6 @@ def media_state(path: Path) -> tuple[str, int]:
         return f"{size} bytes, first header {zlib.crc32(file.read(HEADER_BYTES)):08x}", changed
 
 
-def has_state(now: str, before: str) -> bool:
+def is_same(now: str, before: str) -> bool:
     """Whether two states of a shard of media are one; of an object, older indexes have no version."""
     return now == before or now.partition(", version ")[0] == before

@@ -14,6 +14,7 @@ import torch.utils.data
 
 from energon_packing.config import PACK_LIMITS, RunConfig, TrainingConfig, to_mapping
 from energon_packing.config.setting import changing
+from energon_packing.conversation import PairCounts
 from energon_packing.energon.epoch_end import EpochReport
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
@@ -21,7 +22,7 @@ from energon_packing.energon.states import check_fingerprint, tell_of_accepted
 from energon_packing.energon.workers import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError, refuse
 from energon_packing.ledger import LedgerLock
-from energon_packing.offline.files import differing
+from energon_packing.offline.files import differing, read_as
 from energon_packing.offline.index import differing_lengths, pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PositionedPacks
@@ -42,20 +43,15 @@ class PlannedLoader(LoaderBase):
     The packs of a step are adjacent: with D ranks, rank r takes the positions r, r + D, r + 2 D and so on. So the state
     is one number, the position of the next step's first pack, and ranks and workers are free when a run continues.
 
-    Args:
-        packs: of the plan, whatever they are read from.
-        workers: processes that make packs; 0 makes them in this one.
-        prefetch: packs that each worker prepares in advance.
-        repeat: go on after the last pack, see `Passes`; else the iteration ends there, and the next one has that.
-        unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
-        evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
-            again and again; those after the last pack have no samples. None is a training's.
-        pipeline: with the micro-batches of a global batch on each rank, and `Plan.costs`: each batch is then read in
-            `best_order`. It has the same packs, so a state after its last pack is free to continue in any layout.
-        step: packs that are read together, over all ranks; one of each rank if it is None.
-        fingerprint: what a saved state must match.
-        accept_changed: names of it that may differ, see ``data.accept_changed``.
-        base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
+    `packs` are those of the plan, whatever they are read from. So many `workers` make them, this process with 0, each
+    `prefetch` in advance. `repeat` goes on after the last pack, see `Passes`; else the iteration ends there, and the
+    next one has that. `unfinished` says why the packs cannot come again, if so; see `PlanFacts.unfinished`. With the
+    packs of one `evaluation`, over all ranks, the iteration has the positions below this number again and again; those
+    after the last pack have no samples; None is a training's. A `pipeline` comes with the micro-batches of a global
+    batch on each rank, and `Plan.costs`: each batch is then read in `best_order`. It has the same packs, so a state
+    after its last pack is free to continue in any layout. So many packs of a `step` are read together, over all ranks;
+    None is one of each. A saved state must match the `fingerprint`, but for the names of ``data.accept_changed``. The
+    rest, ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity``, is that of `LoaderBase`.
     """
 
     def __init__(
@@ -74,6 +70,7 @@ class PlannedLoader(LoaderBase):
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
+        extends: tuple[str, int] | None = None,
         **base: Any,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, shares=packs.shares, **base)
@@ -88,6 +85,7 @@ class PlannedLoader(LoaderBase):
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
+        self._extends = extends
         self._position = 0  # of the first pack of the next step, over all ranks
         self._pinned = torch.cuda.is_available()
 
@@ -119,7 +117,6 @@ class PlannedLoader(LoaderBase):
         return self._end
 
     def _read(self, every: Iterable[Any]) -> Iterator[Pack]:
-        """The packs of some indexes, made by the workers."""
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             _ReadAhead(self._packs) if self._packs.in_store() else self._packs,
             batch_size=None,
@@ -165,14 +162,20 @@ class PlannedLoader(LoaderBase):
         """Continues at the position of a saved state, which may come from any rank of a run of any size. Raises
         ConfigError: it is not the state of a plan, or of another plan."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
-            raise ConfigError(
-                "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
-                "start the data over."
-            )
-        differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
-        position = state.get("position")
+            why = "data.path was another data set then; name it again, or start the data over"
+            raise ConfigError(f"The saved loader state is not that of a plan: {why}.")
+        position, saved = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        if self._extends and isinstance(saved, Mapping) and saved.get("plan") == self._extends[0]:
+            if position > self._extends[1]:
+                raise ConfigError(
+                    f"The saved loader state is at pack {position} of a plan of which data.path keeps only the packs "
+                    f"before {self._extends[1]}; make the plan once more with --from {position}, or restore a state of "
+                    "before."
+                )
+            saved = {**saved, "plan": self._fingerprint.get("plan")}
+        differs = check_fingerprint(saved, self._fingerprint, self._accept_changed)
         if position > len(self._packs) and state.get("order") not in (OLDER, ORDER):
             older = (
                 f"at position {position}, after the last of {len(self._packs)} packs, where the version that saved it "
@@ -237,10 +240,11 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
+    alike = ", with the same --extend and --from" if "extends" in facts.decided else ""
     if facts.stages:
         return (
-            f"{plan.path} ends after {facts.packs} packs, with the last of its stages; plan again, with one more in "
-            'plan.stages. A state goes on with it and data.accept_changed=["plan"]: it begins with these packs.'
+            f"{plan.path} ends after {facts.packs} packs, with the last of its stages; plan again{alike}, with one "
+            'more in plan.stages. A state goes on with it and data.accept_changed=["plan"]: it begins with these packs.'
         )
     if packs is None:
         rarest = min(each["per_epoch"] for each in facts.summary["datasets"] if each["per_epoch"])
@@ -252,8 +256,8 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
         way = 'A state goes on with it and data.accept_changed=["plan"]: it begins with the packs of this one.'
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
-        f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
-        f"{wanted}. {way}"
+        f"the same samples once more, and never the others. Plan more epochs{alike}: plan.epochs is {facts.epochs}; "
+        f"set it to {wanted}. {way}"
     )
 
 
@@ -279,22 +283,15 @@ def loader_of(
     loader: type[PlannedLoader] = PlannedLoader,
     **reading: Any,
 ) -> PlannedLoader:
-    """The loader of the packs of a plan; its states fit every other loader of this plan. Raises ConfigError: as
-    `check_plan`.
-
-    Args:
-        packs_of: the packs for an encoder and a rank, whatever they are read from.
-        config: of the run; encoder and row must be those of the plan.
-        free, split: as for `check_plan`.
-        rank, workers, task_encoder, data_parallel_group: as for `energon_packing.energon.loader.build_loader`, and so
-            ``world_size``, ``prefetch`` and ``agree`` in ``reading``.
-        evaluation: as for `PlannedLoader`.
-    """
+    """The loader of the packs of a plan; its states fit every other loader of this plan. Encoder and row of `config`
+    must be those of the plan. `packs_of` are the packs for an encoder and a rank, whatever they are read from; `free`
+    and `split` as for `check_plan`, `evaluation` as for `PlannedLoader`; the others, and ``world_size``, ``prefetch``
+    and ``agree`` in `reading`, as for `energon_packing.energon.loader.build_loader`. Raises ConfigError: as
+    `check_plan`."""
     kind = kind_of_config(config)
     if plan.facts.kind != kind.name:
-        raise ConfigError(
-            f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}; name a plan of those."
-        )
+        what = f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {kind.name}"
+        raise ConfigError(f"{what}; name a plan of those.")
     encoder = kind.task_encoder(config) if task_encoder is None else task_encoder
     noted = any(each.asked for each in plan.facts.datasets)  # else a metadataset may have named the split otherwise
     if not plan.facts.splits:
@@ -311,6 +308,7 @@ def loader_of(
         workers=config.data.workers if workers is None else workers,
         repeat=config.data.repeat,
         unfinished=too_short(plan),
+        extends=plan.facts.decided.get("extends"),
         evaluation=evaluation,
         pipeline=None if evaluation is not None else _pipeline(plan, config, reading.get("world_size", 1)),
         keep_memory=config.data.keep_memory,
@@ -363,36 +361,31 @@ def check_plan(
             "plan of that split or a data set, or have the run ask for its split if these samples are meant."
         )
     if isinstance(config, RunConfig):
-        pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
+        known = plan.facts.summary.get("pair_counts")  # plans of before do not sum them up
+        counts = pair_counts(plan.facts.datasets) if known is None else read_as(PairCounts, known)
+        counts.check(plan.path, config.packing.pairs)
     own_lengths = measuring_fingerprint(encoder, config)
     for name, before, own in differing_lengths(plan.facts.fingerprint, own_lengths, config):
         if name not in free:
-            raise ConfigError(
-                f"{plan.path} was made with {name}={before}, but this run has {own}; "
-                f"{'install or remove ftfy' if name == 'ftfy' else 'restore the setting'}, or measure and plan again."
-            )
+            what = f"{plan.path} was made with {name}={before}, but this run has {own}"
+            fix = "install or remove ftfy" if name == "ftfy" else "restore the setting"
+            raise ConfigError(f"{what}; {fix}, or measure and plan again.")
     length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:
         own = config.packing.seq_length
         raise ConfigError(f"{plan.path} has rows of packing.seq_length {length}, but this run has {own}; plan again.")
     if multiple % encoder.multiple:
-        raise ConfigError(
-            f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
-            f"{encoder.multiple}; plan again with these sizes."
-        )
+        needed = f"the parallel sizes of this run need {encoder.multiple}; plan again with these sizes"
+        raise ConfigError(f"{plan.path} aligns samples to {multiple} tokens, but {needed}.")
     for name in dict.fromkeys(each for each in (*plan.facts.decided, *PACK_LIMITS) if each.startswith("max_")):
         most, own = plan.facts.decided.get(name), getattr(config.packing, name, None)
         if own is None or (name == "max_padded_pixels_per_pack" and encoder.limits.padded_pixels is None):
             continue  # no limit, or one that says nothing of a family that pads no images
         if most is None or own < most:
-            raise ConfigError(
-                f"{plan.path} was made with packing.{name}={most}, and its packs may hold more than this run's {own}; "
-                "plan again."
-            )
+            what = f"{plan.path} was made with packing.{name}={most}"
+            raise ConfigError(f"{what}, and its packs may hold more than this run's {own}; plan again.")
     rows, planned = changing(config.packing, "rows"), plan.facts.config["packing"]
     for name, before, own in differing(planned, to_mapping(config.packing), to_mapping(type(config.packing)())):
         if name in rows:
-            raise ConfigError(
-                f"{plan.path} was made with packing.{name}={before!r}, but this run has {own!r}; restore the setting, "
-                "or plan again."
-            )
+            what = f"{plan.path} was made with packing.{name}={before!r}, but this run has {own!r}"
+            raise ConfigError(f"{what}; restore the setting, or plan again.")

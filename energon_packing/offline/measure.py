@@ -28,23 +28,10 @@ from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
+from energon_packing.offline import index as index_file
 from energon_packing.offline.data_paths import is_index
 from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, write_table, writing
-from energon_packing.offline.index import (
-    FORMAT,
-    OF_PART,
-    SCHEMA,
-    SHAPE,
-    SHARD_COUNTS,
-    Index,
-    IndexedDataset,
-    IndexedShard,
-    differing_lengths,
-    has_state,
-    media_state,
-    schema_of,
-    shard_status,
-)
+from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, differing_lengths, media_state
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
 from energon_packing.packing.model_cost import SQUARES
@@ -88,28 +75,24 @@ class MeasureTask:
 
 class ShardMeasurer:
     """Measures shards with one encoder, and writes to `directories`: a `energon_packing.executors.work.Work` of
-    `MeasureTask`. `run` has processor and limits of a sample, and what is trained of pairs. Raises ConfigError: the
-    processor cannot be used.
-
-    Attributes:
-        fingerprint: of the run; an index that is brought up to date keeps its own, which may lack newer settings.
-        pair_counts: of all samples that were measured.
-        known: data set's name -> name of each shard of media -> its `media_state`, of the index that was there.
-    """
+    `MeasureTask`. `run` has processor and limits of a sample, and what is trained of pairs. `fingerprint` is that of
+    the run; an index that is brought up to date keeps its own, which may lack newer settings. `pair_counts` are of all
+    samples that were measured. Raises ConfigError: the processor cannot be used."""
 
     def __init__(self, run: AnyRun, directories: Sequence[Path] = ()) -> None:
         self.directories, self.run = tuple(directories), run
         self.kind = kind_of_config(run)
         self._encoder = self.kind.measuring_encoder(run)
         self.fingerprint = measuring_fingerprint(self._encoder, run)
-        shape = SHAPE if self.fingerprint.get("family") in MOST_PATCHES else ()
+        shape = index_file.SHAPE if self.fingerprint.get("family") in MOST_PATCHES else ()
         self._columns = [*shape, *(SQUARES if isinstance(run, RunConfig) else ())]
         self._needed = {*shape, *(SQUARES if getattr(run.packing, "cost_model", "") else ())}
-        self._schema = schema_of(SCHEMA, self.kind.name, *self._columns)
+        self._schema = index_file.schema_of(index_file.SCHEMA, self.kind.name, *self._columns)
         self.pair_counts = PairCounts()
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
         self._media: dict[str, dict[str, tuple[str, int]]] = {}
+        # data set's name -> name of each shard of media -> its `media_state`, of the index that was there
         self.known: dict[str, dict[str, list[str]]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,13 +128,11 @@ class ShardMeasurer:
             remove_leftovers(directory)
 
     def do(self, task: MeasureTask) -> IndexedShard:
-        """Measures a shard, unless another command has done so meanwhile."""
         return self.measured(task) or self.measure(task.part, task.shard, task.directory)
 
     again = staticmethod(lambda task: task)
 
     def name(self, task: MeasureTask) -> str:
-        """Returns what a task does, for messages."""
         return f"measuring {task.shard} of {task.part.root}"
 
     def measured(self, task: MeasureTask, *, hole: bool = False) -> IndexedShard | None:
@@ -172,19 +153,19 @@ class ShardMeasurer:
         if (known := stored.get("media", self.known.get(name))) is None:  # older rows, which the index holds no more
             return None
         states = self.states_of(root, known.keys() & self.index_of(root).samples.keys())
-        others = ((it, was) for it, was in known.items() if not _is_same(states.get(it, ("", 0)), *was))
+        others = ((it, was) for it, was in known.items() if not _unchanged(states.get(it, ("", 0)), *was))
         changed = dict(islice(others, 1))
         if "media" not in stored:  # older files do not name theirs: all of a data set are compared, once
             self.known[name] = changed
         if changed:
             return None
-        counts: dict[str, Any] = {name: int(stored.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
+        counts: dict[str, Any] = {name: int(stored.get(name, 0)) for name in index_file.COUNTS}  # older files lack some
         return IndexedShard(name=task.shard, identity=stored["identity"], set_aside=hole, **counts)
 
     def _made_of(self, part: SourcePart, identity: dict[str, Any]) -> dict[str, Any]:
         """What must be as it was for the rows of a shard to be true."""
         plain = json.loads(json.dumps(dict(part.subflavors), sort_keys=True, default=str))
-        return {"format": FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
+        return {"format": index_file.FORMAT, "fingerprint": self._digest, "identity": identity, "subflavors": plain}
 
     def measure(self, part: SourcePart, shard: str, directory: Path, why: str = "") -> IndexedShard:
         """Measures all samples of a shard and writes their rows to `directory`; or says of each `why` it is not
@@ -211,7 +192,7 @@ class ShardMeasurer:
             unwanted=self.pair_counts.unwanted - before.unwanted,
             set_aside=bool(why),
         )
-        metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in SHARD_COUNTS}
+        metadata = self._made_of(part, identity) | {name: getattr(known, name) for name in index_file.COUNTS}
         metadata |= {"columns": self._columns} if self._columns else {}
         metadata |= {"fingerprint": ""} if why else {}  # to be measured again
         numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
@@ -227,7 +208,7 @@ class ShardMeasurer:
             yield {"key": key, "offset": offset or 0, "size": size or 0, **self._refused(None, SET_ASIDE, why)}
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
-        size, changed, version = _seen(Path(part.root) / shard, shard_status)
+        size, changed, version = _seen(Path(part.root) / shard, index_file.shard_status)
         identity = {"bytes": size, "changed_ns": changed, "index_uuid": self.index_of(part.root).uuid}
         identity |= {"version": version} if version else {}
         if part.media_root != part.root:  # its rows name places in shards that may change alone
@@ -239,11 +220,8 @@ class ShardMeasurer:
     ) -> Iterator[list[tuple[Record, Any, IndexedMedia]]]:
         """Samples of a shard, in order, or those whose numbers in it are `wanted`: as many as are measured together."""
         tar = Path(part.root) / shard
-        records = (
-            record
-            for number, record in enumerate(self.index_of(part.root).records(shard))
-            if wanted is None or number in wanted
-        )
+        numbered = enumerate(self.index_of(part.root).records(shard))
+        records = (record for number, record in numbered if wanted is None or number in wanted)
         for some in _together(records):
             cooked = []
             for key, offset, size in some:
@@ -288,9 +266,9 @@ class ShardMeasurer:
         return row
 
 
-def _is_same(now: tuple[str, int], state: str, changed: int | None = None) -> bool:
+def _unchanged(now: tuple[str, int], state: str, changed: int | None = None) -> bool:
     """Whether a shard of media is as it was, as far as that is known."""
-    return has_state(now[0], state) and changed in (None, now[1])
+    return index_file.is_same(now[0], state) and changed in (None, now[1])
 
 
 def _seen[Seen](path: Path, look: Callable[[Path], Seen], lost: Seen | None = None) -> Seen:
@@ -300,9 +278,8 @@ def _seen[Seen](path: Path, look: Callable[[Path], Seen], lost: Seen | None = No
     except OSError as error:
         if lost is not None and isinstance(error, FileNotFoundError | NotADirectoryError):
             return lost
-        raise UserError(
-            f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
-        ) from error
+        what = f"{shown(path)}, a shard of the data set, cannot be read ({said(error)})"
+        raise UserError(f"{what}; put it back, or convert again") from error
 
 
 def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -321,10 +298,8 @@ def _made_again(run: AnyRun, fingerprint: Mapping[str, str], directories: Sequen
     """A measurer on another machine, which must measure the same."""
     measurer = ShardMeasurer(run, directories)
     for name, here, there in differing_lengths(fingerprint, measurer.fingerprint, run):
-        raise UserError(
-            f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
-            "the same packages and the same processor on every node"
-        )
+        what = f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here"
+        raise UserError(f"{what}; install the same packages and the same processor on every node")
     measurer.fingerprint = dict(fingerprint)
     return measurer
 
@@ -360,22 +335,15 @@ class MeasureReport:
 
 
 def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
-    """Measures the shards that the index lacks, and writes ``index.json``.
-
-    Args:
-        run: its ``encoder`` section is used; of the kind that the data sets hold.
-
-    Raises:
-        UserError: a data set or the processor cannot be used, the index was made with another encoder, or a shard
-            cannot be measured.
-    """
+    """Measures the shards that the index lacks with the ``encoder`` section of a `run` of the kind that the data sets
+    hold, and writes ``index.json``. Raises UserError: a data set or the processor cannot be used, the index was made
+    with another encoder, or a shard cannot be measured."""
     kind = kind_of_config(run).name
     measurer = ShardMeasurer(run)
     before = _index(config.out, measurer)  # refused before anything is measured
     measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
     for each in before.datasets:
-        states = zip(each.media_shards, each.media_states, strict=False)
-        measurer.known[each.name] = {name: [state] for name, state in states}
+        measurer.known[each.name] = {it: [of] for it, of in zip(each.media_shards, each.media_states, strict=False)}
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -406,8 +374,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         progress=lambda done, total: progress("measure", done, total),
         directories=directories,
     )
-    index: Index | None = None
-    changes: tuple[str, ...] = ()
+    index, changes = None, tuple[str, ...]()
     if not work.missing:
         measured = iter(work.results)
         datasets = [
@@ -417,7 +384,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
                 media_shards=(media := measurer.index_of(part.media_root).shards),
                 media_states=tuple(it for it, _ in map(measurer.states_of(part.media_root, media).__getitem__, media)),
                 shards=tuple(next(measured) for _ in part.shards),
-                **{each: getattr(part, each) for each in OF_PART},
+                **{each: getattr(part, each) for each in index_file.OF_PART},
             )
             for name, part in zip(names, parts, strict=True)
         ]
@@ -436,10 +403,8 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index:
         return Index()
     index = Index.open(out)
     for name, before, now in differing_lengths(index.fingerprint, measurer.fingerprint, measurer.run):
-        raise UserError(
-            f"{shown(out)} was measured with another encoder: {name} was {before}, now it is {now}; choose another "
-            "--out"
-        )
+        what = f"was measured with another encoder: {name} was {before}, now it is {now}"
+        raise UserError(f"{shown(out)} {what}; choose another --out")
     return index
 
 
@@ -471,9 +436,8 @@ def _saved(
         for it in there:
             if placed.get(it.name) is it and it.asked in ("", config.split) and it.path in named_by:
                 del placed[it.name]
-                changes.append(
-                    f"{it.root} ({it.split}) is no longer in the index: {named_by[it.path]} does not name it"
-                )
+                why = f"{named_by[it.path]} does not name it"
+                changes.append(f"{it.root} ({it.split}) is no longer in the index: {why}")
         index = Index(
             directory=config.out,
             datasets=tuple((placed | named).values()),
@@ -502,9 +466,8 @@ def edit_index(out: Path, *, remove: Sequence[Path] = (), split: str | None = No
             meant = {str(path), remote_address(path) or os.path.abspath(path)}
             named = [it for it in held if meant & it.names]
             if not named:
-                raise UserError(
-                    f"{shown(out)} holds no {shown(path)} of {split or 'any split'}; --list shows what it holds"
-                )
+                what = f"{shown(path)} of {split or 'any split'}"
+                raise UserError(f"{shown(out)} holds no {what}; --list shows what it holds")
             taken += [it for it in named if it not in taken]
         replace(index, datasets=tuple(it for it in index.datasets if it not in taken)).save()
     return [f"{it.root} ({it.asked_split}) is removed" for it in taken]

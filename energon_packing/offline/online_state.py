@@ -27,13 +27,19 @@ _FREE_OF_PIECES = {
     *("packing.window", "packing.balance_window", "packing.policy", "packing.cost_model"),
 }
 """If samples are divided into pieces, all other settings must stay, since they may divide them otherwise."""
-_PASSING = frozenset(
-    ("GcDataset", "WatchdogDataset", "MapDataset", "RepeatDataset", "BatchDataset", "SimpleSavableDatasetWrapper")
-)
+_HOLDING = {"ShuffleBufferDataset", "WindowPackingDataset", "SplitPieces"}
+_PASSING = {
+    "GcDataset",
+    "WatchdogDataset",
+    "MapDataset",
+    "RepeatDataset",
+    "BatchDataset",
+    "SimpleSavableDatasetWrapper",
+}
 """Wrappers of Energon that hold no samples."""
-_HOLDING = frozenset(("ShuffleBufferDataset", "WindowPackingDataset", "SplitPieces"))
 _SOURCE = "WebdatasetSampleLoaderDataset"
 _BUFFERS = ("_active_buffer", "_window", "_planned")
+_ONE_ONLY = "only the state of a run on one data set can be converted"
 _RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 
 
@@ -60,9 +66,8 @@ def _online(saved: Any, file: Path) -> Any:
         saved = saved["source"]
     if not isinstance(saved, Mapping) or saved.get("format") != STATE_FORMAT or "loader" not in saved:
         made = f" (its format is {saved['format']!r})" if isinstance(saved, Mapping) and "format" in saved else ""
-        raise UserError(
-            f"{file} is not the state of an online loader of this version{made}; that of a plan needs no conversion"
-        )
+        what = f"{file} is not the state of an online loader of this version{made}"
+        raise UserError(f"{what}; that of a plan needs no conversion")
     if saved["loader"] is None:
         raise UserError(f"{file} was saved before the first pack of its run; make a plan of the whole data set")
     return saved["loader"]
@@ -74,23 +79,20 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
     cannot be counted, such as a blend; ConfigError: the states are of other data, or of settings that cut samples
     otherwise."""
     if config.data.shuffle_over_epochs != 1:
-        raise ConfigError(
-            f"data.shuffle_over_epochs is {config.data.shuffle_over_epochs}; an epoch has an end only if it is 1."
-        )
+        shuffle = f"data.shuffle_over_epochs is {config.data.shuffle_over_epochs}"
+        raise ConfigError(f"{shuffle}; an epoch has an end only if it is 1.")
     encoder = build_task_encoder(config)
     workers = [[_Worker.of(each, rank) for each in state.worker_states] for rank, state in enumerate(states)]
     ranks, count = (workers[0][0].fingerprint.get(name) for name in READERS)
     if not isinstance(ranks, int) or not isinstance(count, int):
         raise UserError("the states do not say for how many ranks and workers they are")
     if ranks != len(states):
-        raise UserError(
-            f"the run had {ranks} data-parallel ranks, but {len(states)} states are given; name all of them"
-        )
+        given = f"{len(states)} states are given"
+        raise UserError(f"the run had {ranks} data-parallel ranks, but {given}; name all of them")
     packs = {sum(worker.packs for worker in each) for each in workers}
     if len(packs) > 1:
-        raise UserError(
-            f"the states are of different steps: their ranks had {sorted(packs)} packs; name one checkpoint"
-        )
+        what = f"their ranks had {sorted(packs)} packs"
+        raise UserError(f"the states are of different steps: {what}; name one checkpoint")
     parts = []
     for rank, each in enumerate(workers):
         dataset = build_dataset(config, rank=rank, world_size=ranks, workers=count, task_encoder=encoder)
@@ -126,19 +128,15 @@ class _Worker:
         """Takes a state apart; a UserError if it holds something else."""
         if not isinstance(state, Mapping):
             if state.offset:
-                raise UserError(
-                    f"the state of rank {rank} is {state.offset} packs older than its step; save it with the loader of "
-                    "energon_packing, which keeps the state of every pack"
-                )
+                fix = "save it with the loader of energon_packing, which keeps the state of every pack"
+                raise UserError(f"the state of rank {rank} is {state.offset} packs older than its step; {fix}")
             state = state.state.dataset_state
         nodes = list(_nodes(state))
         for node in nodes:
             name = node["__class__"]
             if name not in _PASSING | _HOLDING | {_SOURCE} or node.get("_generator_sample_key") is not None:
-                raise UserError(
-                    f"the run read through Energon's {name}, as a blend does; only the state of a run on one data set, "
-                    "packed from the window, can be converted"
-                )
+                fix = "only the state of a run on one data set, packed from the window, can be converted"
+                raise UserError(f"the run read through Energon's {name}, as a blend does; {fix}")
         of = {node["__class__"]: node for node in nodes}
         if _SOURCE not in of or "WindowPackingDataset" not in of:
             raise UserError("the state is not that of a run that packs from packing.window")
@@ -192,7 +190,6 @@ class _Part:
         return placed
 
     def _numbers(self) -> list[int]:
-        """The samples that the worker reads."""
         offsets = self.loader.workers_slice_offsets[self.number]
         return self._samples(int(offsets[0]), int(offsets[-1])) if len(offsets) else []
 
@@ -242,9 +239,7 @@ def _nodes(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _sample_of(key: Sequence[Any]) -> tuple[int, int, int]:
     """Number of the sample in the data set, and the pieces that a restore key names: all, or one."""
     if key[-2] != "Webdataset":
-        raise UserError(
-            f"the state names a sample of {key[-2]}; only the state of a run on one data set can be converted"
-        )
+        raise UserError(f"the state names a sample of {key[-2]}; {_ONE_ONLY}")
     if "SplitPieces" not in key:
         return int(key[-1]), 0, ALL
     piece = int(key[list(key).index("SplitPieces") + 1])
@@ -260,5 +255,5 @@ def _source_of(dataset: Any) -> Any:
         dataset = inner
     (reader,) = dataset.join_readers
     if not hasattr(reader, "shard_infos"):
-        raise UserError("the data set is joined of several; only the state of a run on one data set can be converted")
+        raise UserError(f"the data set is joined of several; {_ONE_ONLY}")
     return dataset

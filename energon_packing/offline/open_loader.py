@@ -42,19 +42,11 @@ from energon_packing.validate.run_view import installed_version
 
 
 def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
-    """The loader of a data set, a plan or a packed directory, by ``data.path``.
-
-    Args:
-        config: of the run, of any kind of sample.
-        evaluation: packs of one evaluation, over all ranks: the loader then gives the same ones at each evaluation,
-            whatever the ranks, and packs without samples where there are fewer. None is a training's.
-        arguments: of `SampleKind.build_loader`; of a plan, those of `loader_of`; of an evaluation on a data set, those
-            of `evaluation_loader`.
-
-    Raises:
-        UserError: nothing is there, or it cannot be read.
-        ConfigError: a setting that cannot work, or does not suit the plan.
-    """
+    """The loader of a data set, a plan or a packed directory, by ``data.path`` of a run of any kind of sample. With
+    `evaluation`, packs of one evaluation over all ranks, it gives the same ones at each evaluation, whatever the ranks,
+    and packs without samples where there are fewer. Other `arguments` are of `SampleKind.build_loader`; of a plan,
+    those of `loader_of`; of an evaluation on a data set, those of `evaluation_loader`. Raises UserError: nothing is
+    there, or it cannot be read; ConfigError: a setting that cannot work, or does not suit the plan."""
     with be_patient(config.data.storage_patience):
         parallel = getattr(config, "parallel", None)
         dynamic = parallel is not None and parallel.is_dynamic
@@ -72,27 +64,22 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
         if is_packed(config.data.path):
             return packed_loader(config, **arguments)
         if config.data.order_micro_batches and config.parallel.pipeline_parallel > 1:
-            raise ConfigError(
-                f"data.order_micro_batches is on, but {config.data.path} is no plan, which knows what packs cost "
-                "before they are made; plan, or turn it off."
-            )
+            what = f"{config.data.path} is no plan, which knows what packs cost before they are made"
+            raise ConfigError(f"data.order_micro_batches is on, but {what}; plan, or turn it off.")
         return cast(LoaderBase, kind_of_config(config).build_loader(config, **arguments))
 
 
 def _shared_loader(config: Any, *, world_size: int = 1, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
     """The loader of rows that ranks share; ``world_size`` are data- and context-parallel ranks together."""
     if not is_plan(config.data.path):
-        raise ConfigError(
-            f"parallel.context_parallel is dynamic, but {config.data.path or 'data.path'} is no plan, which knows all "
-            "lengths before samples are read; plan, or set a number."
-        )
+        what = f"{config.data.path or 'data.path'} is no plan, which knows all lengths before samples are read"
+        raise ConfigError(f"parallel.context_parallel is dynamic, but {what}; plan, or set a number.")
     plan, training = Plan.open(config.data.path), config.training
     batch = training.global_batch_size if evaluation is None else training.eval_global_batch_size
     batch = batch or training.global_batch_size
     if batch == 1:
-        raise ConfigError(
-            "training.global_batch_size is 1: ranks share the samples of so many packs of the plan; set the run's."
-        )
+        what = "ranks share the samples of so many packs of the plan; set the run's"
+        raise ConfigError(f"training.global_batch_size is 1: {what}.")
 
     def packs_of(encoder: Any, rank: int) -> SharedPacks:
         reserved = 0 if encoder.dummy is None else encoder.dummy.measured.length
@@ -245,14 +232,11 @@ def open_pass(config: AnyRun, *, must_end: bool = False, **arguments: Any) -> Lo
 
 
 class EvaluationPacks(PositionedPacks):
-    """The packs of an evaluation; `identity` is the same if they are of the same places. Raises UserError: no sample of
-    the split can be packed; DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
-
-    Args:
-        build: opens the data set of packs for a reader that shares it with nobody; is told whether data sets repeat.
-        most: packs of an evaluation; fewer are made where the data end before.
-        places: of the packs, as another rank has measured them; if the list is empty, what is measured is added.
-    """
+    """The packs of an evaluation, `most` or fewer where the data end before; `identity` is the same if they are of the
+    same places. `build` opens the data set of packs for a reader that shares it with nobody, and is told whether data
+    sets repeat. `places` are those of the packs, as another rank has measured them; if the list is empty, what is
+    measured is added. Raises UserError: no sample of the split can be packed; DropBudgetExceeded: more of them are
+    dropped than ``packing`` allows, as in training."""
 
     def __init__(
         self, build: Callable[[bool], Any], encoder: Any, *, most: int, places: list[list[Any]], rank: int = 0
@@ -264,10 +248,8 @@ class EvaluationPacks(PositionedPacks):
             with _active(dataset.worker_config):
                 places += _places_of_packs(dataset, encoder, most)
             if not places:
-                raise UserError(
-                    "No sample of the evaluation's split can be packed. Fix the data or the limits, or name another "
-                    "split."
-                )
+                fix = "Fix the data or the limits, or name another split."
+                raise UserError(f"No sample of the evaluation's split can be packed. {fix}")
             dataset = build(repeat)  # workers are forks, and must not share the tars that were just read
         self._dataset = dataset
         self.identity = f"{most} ({hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]})"
@@ -356,15 +338,9 @@ def evaluation_loader(
     """The loader of an evaluation on the data set at ``data.path``. A metadataset without weights is gone through once;
     one whose ``blend`` has weights has no end, and its mix. Raises UserError: there is no data set at ``data.path``, it
     lacks the split, or no sample of it can be packed; DropBudgetExceeded: as `EvaluationPacks`; ConfigError: the
-    processor or a size cannot be used.
-
-    Args:
-        packs: of one evaluation, over all ranks.
-        rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group, agree: as for
-            `energon_packing.energon.loader.build_loader`.
-        places: see `EvaluationPacks`; plain values, so that one rank can tell the others.
-        models: of `SampleKind.task_encoder`.
-    """
+    processor or a size cannot be used. `packs` are those of one evaluation, over all ranks; `places`, see
+    `EvaluationPacks`, are plain values, so that one rank can tell the others; `models` are of
+    `SampleKind.task_encoder`; other arguments are as for `energon_packing.energon.loader.build_loader`."""
     workers = config.data.workers if workers is None else workers
     data = replace(config.data, split=split or config.data.split, workers=0)
     config = replace(config, data=data)

@@ -38,14 +38,10 @@ draws. Building is needed only where groups vary in cost by about a third."""
 
 
 def balanced_order(costs: np.ndarray, *, group: int, before: np.ndarray, seed: list[int]) -> np.ndarray:
-    """The order of one epoch's packs: positions ``[P]`` int64, each once.
-
-    Args:
-        costs: of the packs: ``[P]``, or ``[P, 2]``, both of which are to be even in every step, in the same unit.
-        group: packs of a step at the largest data-parallel size.
-        before: costs of the packs of the group, not whole yet, with which the epochs before this one end.
-        seed: of all random choices.
-    """
+    """The order of one epoch's packs: positions ``[P]`` int64, each once. Their `costs` are ``[P]``, or ``[P, 2]``, if
+    both are to be even in every step, in the same unit. A step at the largest data-parallel size has `group` packs;
+    `before` are the costs of the packs of the group, not whole yet, with which the epochs before this one end; and
+    `seed` is that of all random choices."""
     random = np.random.default_rng(seed)
     table = np.atleast_2d(np.asarray(costs, dtype=np.float64).T)
     known = np.asarray(before, dtype=np.float64).reshape(-1, len(table)).T

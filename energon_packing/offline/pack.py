@@ -65,15 +65,9 @@ def shard_firsts(plan: Plan, config: "PackConfig") -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(SharedConfig):
-    """What to pack, and where to.
-
-    Attributes:
-        out: the directory; made, or continued.
-        format: a name in `PACK_FORMATS`.
-        store: ``tokens``, or ``pixels`` with rendered media.
-        media: whether media that are rendered later stay where they are, or are copied into ``out``.
-        shard_packs: packs of a shard at most.
-    """
+    """What to pack, and where to: the directory `out` is made, or continued. `format` is a name in `PACK_FORMATS`;
+    `store` is ``tokens``, or ``pixels`` with rendered media; by `media`, those that are rendered later stay where they
+    are, or are copied into ``out``; a shard has `shard_packs` packs at most."""
 
     plan: Path
     out: Path
@@ -94,13 +88,9 @@ class PackConfig(SharedConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackReport:
-    """What `pack` did.
-
-    Attributes:
-        facts: the manifest, without shards if some of other ranks are still missing; None for a format that has none.
-        packed, reused, missing, set_aside: shards, as in `MeasureReport`. Commands that run at once each count what was
-            missing when they began.
-    """
+    """What `pack` did: the manifest, without shards if some of other ranks are still missing, None for a format that
+    has none; and shards as in `MeasureReport`. Commands that run at once each count what was missing when they
+    began."""
 
     facts: PackedFacts | None
     packs: int
@@ -121,18 +111,10 @@ class PackTask:
 
 
 class PackFormat(ABC):
-    """Writes packs in one form: a `energon_packing.executors.work.Work` of `PackTask`.
-
-    Attributes:
-        plan, run, config: as given; paths are absolute, because workers may have another current directory.
-        encoder: see `SampleKind.packing_encoder`.
-        firsts: first pack of each shard.
-        facts: the manifest, if the form has one.
-
-    Raises:
-        ConfigError: the encoder is not that of the plan.
-        UserError: the form cannot hold these packs.
-    """
+    """Writes packs in one form: a `energon_packing.executors.work.Work` of `PackTask`. Paths in `plan` and `config` are
+    absolute, because workers may have another current directory. `encoder` is `SampleKind.packing_encoder`, `firsts`
+    the first pack of each shard, and `facts` the manifest, if the form has one. Raises ConfigError: the encoder is not
+    that of the plan; UserError: the form cannot hold these packs."""
 
     facts: PackedFacts | None = None
 

@@ -160,10 +160,8 @@ class StoredPacks[Record](PositionedPacks):
         except PackingError as error:
             number = self.number(position) or 0
             path = shard_path(self._packed.directory, self._shard_of(number))
-            raise PackingError(
-                f"pack {number} in {path} cannot be assembled: {error}. If 'energon-packing verify' calls the shard "
-                "damaged, delete it and pack again."
-            ) from error
+            fix = "If 'energon-packing verify' calls the shard damaged, delete it and pack again."
+            raise PackingError(f"pack {number} in {path} cannot be assembled: {error}. {fix}") from error
 
     def in_store(self) -> bool:
         return remote_address(self._packed.directory) is not None or super().in_store()
@@ -211,18 +209,15 @@ class StoredPacks[Record](PositionedPacks):
         try:
             return cast(Record, self.record.from_bytes(shard.record(number - int(self._firsts[at]))))
         except DamagedBytes as error:
-            raise UserError(
-                f"pack {number} in {shown(shard.path)} is damaged: {error}; run 'energon-packing verify', delete what "
-                "it names and pack again"
-            ) from error
+            fix = "run 'energon-packing verify', delete what it names and pack again"
+            raise UserError(f"pack {number} in {shown(shard.path)} is damaged: {error}; {fix}") from error
 
     def _opened_shard(self, number: int) -> ShardFile:
         entry = self._packed.facts.shards[number]
         shard = ShardFile(shard_path(self._packed.directory, number), self._files.content, entry.bytes)
         if (shard.checksum, shard.bytes, shard.packs) != (entry.checksum, entry.bytes, entry.packs):
-            raise UserError(
-                f"{shown(shard.path)} is not the shard that was packed; delete it and run 'energon-packing pack' again"
-            )
+            fix = "delete it and run 'energon-packing pack' again"
+            raise UserError(f"{shown(shard.path)} is not the shard that was packed; {fix}")
         copied = media_path(self._packed.directory, number)
         if entry.media_bytes and remote_address(copied):
             with said_of_system(f"{shown(copied)} cannot be looked at", "; put it back"):
@@ -236,10 +231,8 @@ class StoredPacks[Record](PositionedPacks):
         root = Path(dataset.media_root)
         first = any(file.shard >= 0 for file in sample.files) and not self._compared.get(sample.dataset)
         if first and ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
-            raise UserError(
-                f"{shown(root)} changed since {self._packed.directory} was packed with --media reference (it has "
-                "another index); bring it back as it was, or measure, plan and pack again"
-            )
+            what = f"changed since {self._packed.directory} was packed with --media reference (it has another index)"
+            raise UserError(f"{shown(root)} {what}; bring it back as it was, or measure, plan and pack again")
         check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()), self._files)
         places = self._places(sample.dataset, sample.files, self._shard_of(number))
         named = zip((file.name for file in sample.files), places, strict=True)
@@ -268,7 +261,5 @@ def check_stored(packed: Packed, encoder: Any) -> None:
     kind = KINDS.find(packed.plan.facts.kind)
     own_settings = kind.stored_settings(encoder.encoder.fingerprint(), packed.facts.store)
     for name, stored, own in differing(packed.facts.encoder, own_settings, before(kind.encoder_config)):
-        raise ConfigError(
-            f"{packed.directory} was packed with {name}={stored}, but this run has {own}; restore the setting, or plan "
-            "and pack again."
-        )
+        what = f"{packed.directory} was packed with {name}={stored}, but this run has {own}"
+        raise ConfigError(f"{what}; restore the setting, or plan and pack again.")

@@ -24,15 +24,7 @@ from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import (
-    OF_PART,
-    Index,
-    IndexedDataset,
-    MediaFile,
-    has_state,
-    media_state,
-    shard_status,
-)
+from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, is_same, media_state, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedSample
 from energon_packing.offline.samples import Remeasured, RowsOfShard
@@ -225,7 +217,7 @@ def check_media(dataset: IndexedDataset, media: Iterable[MediaFile], compared: s
                 now, _ = files.remote.looked(path, media_state)
             except OSError as error:
                 raise UserError(f"{shown(path)}, media of the plan, is missing ({error.strerror}); {REMEDY}") from error
-            if not has_state(now, before):
+            if not is_same(now, before):
                 raise UserError(f"{shown(path)} changed since it was measured ({now} instead of {before}); {REMEDY}")
         compared.add(number)
 
@@ -236,8 +228,8 @@ class PlannedSource:
     def __init__(self, dataset: IndexedDataset, files: TarFiles) -> None:
         self._dataset, self._files = dataset, files
         self._root, self._media_root = Path(dataset.root), Path(dataset.media_root)
-        shards = tuple(shard.name for shard in dataset.shards)
-        self._part = SourcePart(shards=shards, **{name: getattr(dataset, name) for name in OF_PART})
+        # Of a large plan all shards are not read by each worker, and cooking a sample needs none of their names.
+        self._part = SourcePart(shards=(), **{name: getattr(dataset, name) for name in OF_PART})
         self._compared: set[int] = set()
         self._media_compared: set[int] = set()
         self._media_index: ShardIndex | None = None
@@ -261,10 +253,8 @@ class PlannedSource:
         if planned.media and not self._media_compared:
             known = shard.identity.get("media_uuid")  # none where the media are among the records, or in an older plan
             if known is not None and ShardIndex.uuid_of(self._media_root) != known:
-                raise UserError(
-                    f"{shown(self._media_root)}, the media of the plan, changed since they were measured (another "
-                    f"index); {REMEDY}"
-                )
+                what = "the media of the plan, changed since they were measured (another index)"
+                raise UserError(f"{shown(self._media_root)}, {what}; {REMEDY}")
         check_media(self._dataset, planned.media, self._media_compared, self._files)
         record, *media = self.places(planned)
         places = dict(zip((each.name for each in planned.media), media, strict=True))
@@ -357,10 +347,8 @@ class PlannedPacks(PositionedPacks):
         sizes = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
         if sizes != planned.sizes:
             reason = sample.problem.detail if sample.problem else f"it has {sizes} {self._kind.sizes}"
-            raise UserError(
-                f"sample {planned.name} is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}, but "
-                f"{reason}; {REMEDY}"
-            )
+            what = f"is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}"
+            raise UserError(f"sample {planned.name} {what}, but {reason}; {REMEDY}")
         return sample
 
 

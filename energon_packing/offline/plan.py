@@ -37,33 +37,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from energon_packing.conversation import PairCounts
 from energon_packing.errors import UserError, read_again
-from energon_packing.offline.files import (
-    METADATA,
-    Amount,
-    Count,
-    Name,
-    metadata_of,
-    parquet_file,
-    read_as,
-    read_metadata,
-    replacing,
-    write_table,
-)
-from energon_packing.offline.index import (
-    MEDIA,
-    SHARD_COUNTS,
-    IndexedDataset,
-    IndexedShard,
-    MediaFile,
-    kind_of,
-    schema_of,
-)
+from energon_packing.offline.files import METADATA, Amount, Count, Name, parquet_file, read_as, read_metadata, replacing
+from energon_packing.offline.index import COUNTS, MEDIA, IndexedDataset, IndexedShard, MediaFile, kind_of, schema_of
 from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
-from energon_packing.remote_files import check_remote, exists, make_directory, open_file, remote_address, shown
+from energon_packing.remote_files import check_remote, exists, make_directory, open_file, shown
 
 FORMAT = 1
 ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
@@ -138,6 +120,18 @@ class PlannedPack:
     number: int
     samples: tuple[PlannedSample, ...]
 
+    def differences(self, stored: Any) -> Iterator[str]:
+        """How a stored pack differs from its rows in the plan."""
+        names, expected = ([each.key for each in stored.samples], [each.name for each in self.samples])
+        if names != expected:
+            at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
+            count = f"it has {len(names)} samples, the plan {len(expected)}"
+            yield count if at is None else f"its sample {at} is {names[at]}, in the plan it is {expected[at]}"
+            return
+        for at, own in zip(stored.order, stored.sizes(), strict=True):
+            if own != self.samples[at].sizes:
+                yield f"sample {names[at]} has {own} tokens, in the plan it has {self.samples[at].sizes}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanPart:
@@ -172,6 +166,7 @@ class PlanFacts:
     # figures for readers; see `energon_packing.offline.planner`
     summary: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[PlanPart, ...] = ()  # of a plan in bands
+    sources: Name = ""  # `sources_digest` of a plan in bands
 
     @property
     def kind(self) -> str:
@@ -230,7 +225,7 @@ class PlanFacts:
         if all(each["per_epoch"] == round(each["per_epoch"], 6) for each in datasets):  # plans of before had 6 digits
             rounding = min(1e-6 * self.epochs, 1e-3)
         for each in datasets:
-            turns = each["per_epoch"] * self.epochs
+            turns = each.get("turns", each["per_epoch"] * self.epochs)
             if turns and (not round(turns) or abs(turns - round(turns)) > rounding):
                 return f"{each['name']} ({turns:.4g} times)"
         return None
@@ -238,7 +233,10 @@ class PlanFacts:
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back, and raises KeyError, TypeError or ValueError for others."""
         if not self.parts:
-            return {"format": FORMAT, **{name: value for name, value in asdict(self).items() if name != "parts"}}
+            return {
+                "format": FORMAT,
+                **{name: value for name, value in asdict(self).items() if name not in ("parts", "sources")},
+            }
         short = [replace(each, shards=(), media_shards=(), media_states=()) for each in self.datasets]
         counts = [[len(getattr(each, name)) for name in OF_SHARDS] for each in self.datasets]
         return {"format": FORMAT, **asdict(replace(self, datasets=tuple(short))), "shards": counts}
@@ -253,6 +251,8 @@ class PlanFacts:
         read_as(tuple[Mapping, Mapping], [facts.config[name] for name in ("encoder", "packing")])
         shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
         read_as(tuple[tuple[str, Amount], ...], shares)
+        read_as(PairCounts, facts.summary.get("pair_counts", {}))
+        read_as(tuple[Name, Count], facts.decided.get("extends", ["", 0]))
         planned = read_as(Mapping, facts.decided["plan"])
         epochs, _ = read_as(tuple[Count, Count], (planned["epochs"], planned["seed"]))
         epochs = len(read_as(tuple[Mapping, ...], planned.get("stages", []))) or epochs
@@ -269,27 +269,27 @@ class PlanFacts:
 
 
 OF_SHARDS = ("shards", "media_shards", "media_states")
-SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in SHARD_COUNTS), ("identity", pa.string())])
+SOURCES = pa.schema([("name", pa.string()), *((name, pa.int64()) for name in COUNTS), ("identity", pa.string())])
 """Columns of the shards of a plan in bands: of each data set its shards, names of its media shards, their states."""
 MANIFEST, SOURCES_FILE = "_plan.json", "_sources.parquet"
 
 
-def write_sources(path: Path, facts: PlanFacts) -> None:
-    """Writes the shards of all data sets of a plan. Raises OSError."""
-    rows: list[dict[str, Any]] = []
-    for each in facts.datasets:
-        rows += [asdict(shard) | {"identity": json.dumps(dict(shard.identity))} for shard in each.shards]
-        rows += [{"name": name} for name in (*each.media_shards, *each.media_states)]
-    write_table(path / SOURCES_FILE, SOURCES, [pa.Table.from_pylist(rows, SOURCES)], {"id": facts.id})
+def sources_digest(table: pa.Table) -> str:
+    """SHA-256 of the rows of `SOURCES_FILE`, hexadecimal."""
+    return hashlib.sha256(json.dumps(table.to_pylist()).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=2)
 def _sources(path: Path, identifier: str, rows: int) -> pa.Table:
-    """What `write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
+    """What `planner.write_sources` wrote. Raises UserError: it is missing, damaged, or of another plan."""
     file = path / SOURCES_FILE
     try:
-        with read_again(file, lambda: parquet_file(file, page_checksum_verification=True)) as opened:
-            known, table = metadata_of(opened), opened.read(use_threads=False).cast(SOURCES)
+
+        def read() -> tuple[Any, pa.Table]:
+            with parquet_file(file, page_checksum_verification=True) as opened:
+                return opened.described, opened.read(use_threads=False).cast(SOURCES)
+
+        known, table = read_again(shown(file), read)
         if known is None or known.get("id") != identifier or len(table) != rows:
             raise ValueError("it is of another plan")
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -387,8 +387,10 @@ class Plan:
         file, place = Path(path), shown(path)
         metadata = read_facts(file)
         if metadata is None and not exists(file):
-            if not remote_address(file) and file.is_dir():
-                raise UserError(f"{file} is not complete; run 'energon-packing plan' again with the same arguments.")
+            if exists(file / MANIFEST):
+                raise UserError(f"{shown(file / MANIFEST)} is damaged; make the plan again, with --force.")
+            if exists(part_path(file, 0)):
+                raise UserError(f"{place} is not complete; run 'energon-packing plan' again with the same arguments.")
             raise UserError(f"There is no plan {place}; make one with 'energon-packing plan'.")
         if metadata is None or metadata.get("format") != FORMAT or "epoch_ends" not in metadata:
             raise UserError(f"{place} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
@@ -403,6 +405,11 @@ class Plan:
 
     def __len__(self) -> int:
         return self.facts.packs
+
+    def sources(self) -> pa.Table:
+        """What `write_sources` wrote, of a plan in bands. Raises UserError: it is missing, damaged, or of another."""
+        rows = sum(len(getattr(each, name)) for each in self.facts.datasets for name in OF_SHARDS)
+        return _sources(self.path, self.facts.id, rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (self.path, self.facts)  # a copy opens the file for itself
@@ -510,10 +517,8 @@ class Plan:
         known = (file.schema_arrow.metadata or {}).get(METADATA, b"")
         # Not all of the metadata of a whole plan are parsed: they may name 100,000 shards.
         if (f'"id": "{self.facts.id}"' if part is None else f'"digest": "{part.digest}"').encode() not in known:
-            raise UserError(
-                f"{shown(path)} was replaced by another plan since this run began; bring back the plan "
-                f"{self.facts.id}, or start again."
-            )
+            fix = f"bring back the plan {self.facts.id}, or start again"
+            raise UserError(f"{shown(path)} was replaced by another plan since this run began; {fix}.")
         if part is None:
             return file, self.facts.row_groups
         firsts = read_as(tuple[Count, ...], json.loads(known)["row_groups"])
@@ -550,7 +555,6 @@ def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int
 
 
 def _sample(row: Mapping[str, Any]) -> PlannedSample:
-    """Of a row of a plan."""
     media = tuple(MediaFile(**each) for each in row["media"] or ())
     return PlannedSample(**{name: row[name] for name in row if name not in ("pack", *LIMITED)} | {"media": media})
 
@@ -683,6 +687,5 @@ def read_drops(
                     raise ValueError(f"a line names no sample: {line[:80]!r}")
                 yield entry
     except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{shown(path)}, the drops of the plan, cannot be read ({error}); make the plan again."
-        ) from error
+        what = f"{shown(path)}, the drops of the plan, cannot be read ({error})"
+        raise UserError(f"{what}; make the plan again.") from error

@@ -33,11 +33,8 @@ from energon_packing.offline.blend import (
     Blend,
     Drawn,
     Part,
-    Share,
-    amounts_of,
     gathered,
     group_numbers,
-    kept_packs,
     shares_of,
     stage_weights,
 )
@@ -45,16 +42,7 @@ from energon_packing.offline.files import remove_leftovers, said, write_json, wr
 from energon_packing.offline.index import MEDIA, IndexedDataset, kind_of, pair_counts
 from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import Plan, PlanFacts, PlanPart, drops_path, hashed, step_samples, written_drops
-from energon_packing.offline.samples import (
-    AnyLimits,
-    Remeasure,
-    Samples,
-    Sizes,
-    Sources,
-    costs,
-    fitting_samples,
-    joined,
-)
+from energon_packing.offline.samples import AnyLimits, Remeasure, Samples, Sizes, Sources, fitting_samples, joined
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.dynamic_context import Domain, best_size, efficiency_of_fixed, smallest_size
@@ -62,7 +50,7 @@ from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_remote, exists, file_size, remote_address, remove, shown
+from energon_packing.remote_files import check_remote, exists, file_size, listed, remote_address, remove, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -79,7 +67,7 @@ def packs_of(sizes: Sizes, limits: AnyLimits, config: AnyRun, numbers: np.ndarra
     they are given; and how many packs no packer can do without."""
     policy, window, seed = policy_of(config.packing), config.packing.window, config.plan.seed
     units = limits.length_units(sizes)  # of alignment
-    constraints = Constraints(costs=costs(limits, sizes), limits=limits.limited)
+    constraints = Constraints(costs=sizes.costs(limits), limits=limits.limited)
     parts, padding = dealt(numbers), limits.padding([sizes])
     if len(parts) > 1:
         made = [packs_of(sizes.take(part), limits, config, numbers[part])[0] for part in parts]
@@ -286,8 +274,9 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 
 def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
     """Of each data set, its ``samples``, ``tokens`` of those that can be packed, samples ``dropped`` by reason, how
-    often an epoch has each (``per_epoch``), and its ``share_asked`` in the unit of weights, None without weights."""
-    weights = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares]
+    often an epoch has each (``per_epoch``), its ``share_asked`` in the unit of weights, None without weights, and after
+    the packs of another plan how often all of them have each (``turns``)."""
+    weights, parts = [(share.weight or 0.0) * (share.epochs > 0) for share in blend.shares], blend.parts()
     return [
         {
             **{name: getattr(dataset, name) for name in ("name", "path", "root")},
@@ -296,6 +285,7 @@ def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
             "dropped": dict(counted.dropped[number]),
             "per_epoch": round(blend.repeats[number], 12),
             "share_asked": round(weights[number] / sum(weights), 6) if any(weights) else None,
+            **({"turns": round(parts[-1].intervals[number][1], 12)} if blend.kept is not None and parts else {}),
         }
         for number, (dataset, (_, _, tokens)) in enumerate(zip(counted.sources.datasets, counted.datasets, strict=True))
     ]
@@ -307,7 +297,7 @@ def figures_of(
     """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its
     number; ``mix``, its tokens, by the number of the epoch or stage too."""
     samples, sizes = packs.samples, packs.samples.sizes
-    times, amount = np.bincount(packs.order, minlength=len(samples)), amounts_of(samples, config.plan)
+    times, amount = np.bincount(packs.order, minlength=len(samples)), samples.amounts(config.plan.weights_by)
     text = sizes.text_tokens  # clips have it, which all are media
     counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
     counted["reached"] = times * amount
@@ -356,14 +346,14 @@ def summary_of(
     powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
     parallel_sizes = sorted({*powers, most} - {1}) or [1]
     reached = sum(figures["reached", number] for number in range(len(told)))
+    text = {"text_tokens"} & {*kind_of_config(config).more_columns}
+    balance = ((ranks, efficiency_of(costs, ranks)) for ranks in parallel_sizes)
+    powers_of_tokens = enumerate(counted.lengths.tolist())
+    ends = np.array([0, *epoch_ends])
     return {
         "source_samples": counted.samples,
-        "rows": figures["rows"],
-        "tokens": figures["tokens"],
-        **({"text_tokens": figures["text_tokens"]} if "text_tokens" in kind_of_config(config).more_columns else {}),
-        "images": figures["images"],
-        "patches": figures["patches"],
-        "packs": figures["packs"],
+        "pair_counts": asdict(pair_counts(counted.sources.datasets)),
+        **{name: figures[name] for name in ("rows", "tokens", *text, "images", "patches", "packs")},
         "samples_per_pack": round(figures["rows"] / figures["packs"], 3),
         "fill": round(figures["tokens"] / room, 6),
         "aligned_fill": round(figures["aligned"] / room, 6),
@@ -376,20 +366,9 @@ def summary_of(
             }
             for number, each in enumerate(told)
         ],
-        "histogram": [
-            {"from": 1 << power, "below": 2 << power, "samples": int(count)}
-            for power, count in enumerate(counted.lengths.tolist())
-            if count
-        ],
-        "balance": {
-            str(ranks): round(efficiency, 4)
-            for ranks in parallel_sizes
-            if (efficiency := efficiency_of(costs, ranks)) is not None
-        },
-        "steps": {
-            str(batch): np.diff(np.array([0, *epoch_ends]) // batch).tolist()  # steps that end in each epoch
-            for batch in batches
-        },
+        "histogram": [{"from": 1 << at, "below": 2 << at, "samples": count} for at, count in powers_of_tokens if count],
+        "balance": {str(ranks): round(each, 4) for ranks, each in balance if each is not None},
+        "steps": {str(batch): np.diff(ends // batch).tolist() for batch in batches},  # that end in each epoch
     }
 
 
@@ -461,24 +440,15 @@ def make_plan(
     first: int = 0,
     without: Collection[str] = (),
 ) -> PlanFacts:
-    """Makes a plan of all samples of these indexes.
-
-    Args:
-        directories: indexes, all measured with the encoder of `config`.
-        splits: of what was measured; none takes the only one that there is.
-        without: shards that `measure` set aside, which are left out; each must be named.
-        out: the plan; its drops are written beside it.
-        limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
-        remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
-        force: whether to replace an existing plan.
-        left: what an online run has still to give in its epoch; the plan then begins with that.
-        extend: a plan that is trained up to pack `first`: these packs stay, and what they lack is planned anew.
-
-    Raises:
-        UserError: the plan exists or cannot be written, an index cannot be used, nothing is left to pack, more samples
-            are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
-        ConfigError: the configuration does not suit the indexes.
-    """
+    """Makes the plan `out`, with its drops beside it, of all samples of the indexes in `directories`, all measured with
+    the encoder of `config`. Of what was measured `splits` are taken, or the only one that there is; `without` names
+    each shard that `measure` set aside, which is left out. `limits` are those of a pack, else those of
+    `SampleKind.limits`, for which a dummy image is too much; `remeasure` measures samples again that fit no pack as
+    they are, see `fitting_samples`. An existing plan is replaced by `force`. With what an online run has still to give
+    in its epoch, the plan begins (`left`); of a plan that is trained up to pack `first`, these packs stay, and what
+    they lack is planned anew (`extend`). Raises UserError: the plan exists or cannot be written, an index cannot be
+    used, nothing is left to pack, more samples are dropped than ``packing.drop_budget`` allows, or a sample does not
+    fit under ``oversize: raise``; ConfigError: the configuration does not suit the indexes."""
     _check_free(out, force)
     sources = Sources.open(directories, config, splits)
     _check_set_aside(sources, {*without})
@@ -499,38 +469,39 @@ def make_plan(
                 most = f"; the most frequent reason is {_most(counted.drops)}" if counted.drops else ""
                 raise UserError(f"None of the {len(sources)} samples can be packed{most}.")
             blend = Blend.of(sources.datasets, counted.datasets[:, 1:], config.plan)
-            told = told_datasets(counted, blend)
-            _check_drops(told, counted, blend.shares, config.packing.drop_budget)
+            _check_drops(told_datasets(counted, blend), counted, blend, config.packing.drop_budget)
             if left is not None:
                 blend = replace(blend, rest=rows_left(left, sources, samples))
             ends = tuple(sources.ends_of(samples))
             drawn = AllSamples(samples=samples, ends=ends, config=config.plan, sources=sources)
             decided = _decided(counted, limits, left)
             if extend is not None:
-                kept = kept_packs(Plan.open(extend), first, drawn, decided)
+                kept = drawn.kept_packs(Plan.open(extend), first, decided)
                 blend, drawn = replace(blend, kept=kept), replace(drawn, kept=kept)
                 decided["extends"] = [kept.plan, first]
-            bands = bands_of(blend.parts(), counted.datasets[:, 0])
-            made = _Made(out, counted, told, limits, decided)
+            if not (parts := blend.parts()):
+                raise UserError(f"the {first} packs before --from have all epochs or stages of this plan; add some.")
+            bands = bands_of(parts, counted.datasets[:, 0])
+            made = _Made(out, counted, told_datasets(counted, blend), limits, decided)
             if at_once or (len(counted.again), len(bands)) == (1, 1):
-                packs = ordered_packs(blend, blend.parts(), drawn, limits, config)
+                packs = ordered_packs(blend, parts, drawn, limits, config)
                 facts, content = made.file(packs, drawn)
             else:
-                del samples, drawn
-                again, rounds = joined(*counted.again), rounds_of(counted, bands)
-                before = NOTHING
-                made.clear()
-                for parts in bands:
-                    band = Band(parts, blend, counted, again, rounds, limits, _CONTENT.names)
-                    packs = ordered_packs(blend, parts, band, limits, config, before)
+                # How samples are drawn does not depend on how many epochs or stages follow.
+                before, again, several = NOTHING, joined(*counted.again), len(counted.again) > 1
+                rounds = rounds_of(counted, parts)
+                if several:
+                    del samples, drawn
+                for band in bands:
+                    own = Band(band, blend, counted, again, rounds, limits, _CONTENT.names) if several else drawn
+                    packs = ordered_packs(blend, band, own, limits, config, before)
                     before = packs.unfinished
-                    made.band(packs, band)
+                    made.band(packs, own)
                 facts, content = made.finish()
             dropped.head = facts.id, content
     except OSError as error:
-        raise UserError(
-            f"{shown(out)} cannot be written ({said(error)}); an existing plan is as it was, or is not complete."
-        ) from error
+        left_over = "an existing plan is as it was, or is not complete"
+        raise UserError(f"{shown(out)} cannot be written ({said(error)}); {left_over}.") from error
     return facts
 
 
@@ -603,7 +574,7 @@ class _Made:
         self._add(packs)
         facts = self._facts(packs.held, packs.row_groups)
         digest = plan_file.digest_of(facts.to_json())
-        if exists(self._out / plan_file.MANIFEST) or self._out.is_dir():
+        if exists(self._out / plan_file.MANIFEST) or self._out.is_dir() or remote_address(self._out):
             self.clear()
             shutil.rmtree(self._out, ignore_errors=True)
         tables = hashed(_tables(self._counted.sources, packs, drawn, self._schema, 0), digest)
@@ -613,7 +584,8 @@ class _Made:
     def clear(self) -> None:
         """Makes an empty directory of the plan's place."""
         if (address := remote_address(self._out)) is not None:
-            for place in (address, f"{address}/{plan_file.MANIFEST}"):
+            names = [name for name, _ in listed(address) if _OURS.fullmatch(name)]  # the manifest is before the parts
+            for place in (*sorted(f"{address}/{name}" for name in names), *([address] if exists(self._out) else [])):
                 remove(place)
             return
         if self._out.is_file():
@@ -622,11 +594,12 @@ class _Made:
         for file in sorted(self._out.iterdir()):  # the manifest is before the parts
             file.unlink()
 
-    def band(self, packs: OrderedPacks, drawn: Band) -> None:
-        """Writes the packs of a band, if it has any."""
+    def band(self, packs: OrderedPacks, drawn: AllSamples | Band) -> None:
         first = self._add(packs)
         if not packs.costs.size:
             return
+        if not self._parts:
+            self.clear()
         path, held = plan_file.part_path(self._out, len(self._parts)), rows_digest(packs.held)
         content = hashlib.sha256(held.encode())
         said = {"format": plan_file.FORMAT, "digest": held, "row_groups": [first + each for each in packs.row_groups]}
@@ -638,9 +611,23 @@ class _Made:
     def finish(self) -> tuple[PlanFacts, str]:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
         facts = self._facts([digest_bytes(part.digest) for part in self._parts])
-        plan_file.write_sources(self._out, facts)
+        there = [file_size(plan_file.part_path(self._out, at)) for at in range(len(self._parts))]
+        if there != [part.bytes for part in self._parts]:
+            raise UserError(f"{shown(self._out)} was written by another command meanwhile; plan again.")
+        facts = replace(facts, sources=write_sources(self._out, facts))
         write_json(self._out / plan_file.MANIFEST, facts.to_json())
         return facts, plan_file.digest_of(facts.to_json()).hexdigest()
+
+
+def write_sources(path: Path, facts: PlanFacts) -> str:
+    """Writes the shards of all data sets of a plan in bands; returns their `sources_digest`. Raises OSError."""
+    rows: list[dict[str, Any]] = []
+    for each in facts.datasets:
+        rows += [asdict(shard) | {"identity": json.dumps(dict(shard.identity))} for shard in each.shards]
+        rows += [{"name": name} for name in (*each.media_shards, *each.media_states)]
+    table = pa.Table.from_pylist(rows, plan_file.SOURCES)
+    write_table(path / plan_file.SOURCES_FILE, table.schema, [table], {"id": facts.id})
+    return plan_file.sources_digest(table)
 
 
 def rows_digest(held: Sequence[np.ndarray]) -> str:
@@ -680,16 +667,14 @@ def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None
         default = getattr(type(config.packing)(), name)
         measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
         if measured != own and (measured, own) != (default, before(config.packing).get(name)):
-            raise ConfigError(
-                f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
-                "with this configuration."
-            )
+            what = f"was measured with packing.{name}={measured!r}, the configuration has {own!r}"
+            raise ConfigError(f"{where} {what}; measure again with this configuration.")
 
 
-def _check_drops(told: Sequence[Mapping[str, Any]], counted: Counted, shares: Sequence[Share], budget: float) -> None:
+def _check_drops(told: Sequence[Mapping[str, Any]], counted: Counted, blend: Blend, budget: float) -> None:
     """Refuses a data set with a share of which nothing can be packed, and drops beyond the budget of what is read."""
     lost, read, reasons = 0.0, 0.0, Counter[str]()
-    for each, share in zip(told, shares, strict=True):
+    for each, share in zip(told, blend.shares, strict=True):
         asked = f"epochs {share.epochs:g}" if share.weight is None else f"weight {share.weight:g}"
         if not each["tokens"] and share.epochs and asked not in ("epochs 1", "weight 0"):
             raise UserError(

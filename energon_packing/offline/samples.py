@@ -67,16 +67,15 @@ class Sizes:
         rest = {each.name: int(of[index]) for each in fields(self)[2:] if (of := getattr(self, each.name)) is not None}
         return Size(segment_lengths=(length, second) if second else (length,), **rest)
 
-
-def costs(limits: AnyLimits, sizes: Sizes) -> dict[str, np.ndarray]:
-    """For each limited name, what each sample costs, ``[N]`` int64."""
-    return {name: cost.astype(np.int64) for name, (cost,) in limits.costs([sizes]).items()}
+    def costs(self, limits: AnyLimits) -> dict[str, np.ndarray]:
+        """For each limited name, what each sample costs, ``[N]`` int64."""
+        return {name: cost.astype(np.int64) for name, (cost,) in limits.costs([self]).items()}
 
 
 def holds(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
     """``[N]`` bool: which samples fit a pack by themselves."""
     fits: np.ndarray = ~limits.too_long(sizes)
-    for name, cost in costs(limits, sizes).items():
+    for name, cost in sizes.costs(limits).items():
         # The masked clip after a clip that is alone has text tokens too.
         alone = limits.masked_units(sizes) * limits.multiple if name == "text_tokens" else 0
         fits &= cost + alone <= limits.limited[name]
@@ -115,20 +114,17 @@ class Sources:
             if twin := next((it for each in held if (it := known.setdefault(each, dataset)) is not dataset), None):
                 raise UserError(
                     f"{dataset.root} ({dataset.asked_split}) and {twin.root} ({twin.asked_split}) hold the same "
-                    "samples, in two of the indexes or twice in one; name one of them, or remove one "
-                    "('energon-packing measure --remove')."
+                    "samples, in two of the indexes or twice in one; name one of them, or remove one ('energon-packing "
+                    "measure --remove')."
                 )
-        shards = [
-            (number, at, shard.samples)
-            for number, dataset in enumerate(datasets)
-            for at, shard in enumerate(dataset.shards)
-        ]
+        counts = [len(dataset.shards) for dataset in datasets]
+        samples = [shard.samples for dataset in datasets for shard in dataset.shards]
         return cls(
             datasets=tuple(datasets),
             indexes=tuple(index for index, _ in chosen),
-            starts=np.cumsum([0, *(samples for _, _, samples in shards)], dtype=np.int64),
-            dataset=np.array([number for number, _, _ in shards], dtype=np.int16),
-            shard=np.array([at for _, at, _ in shards], dtype=np.int32),
+            starts=np.cumsum([0, *samples], dtype=np.int64),
+            dataset=np.repeat(np.arange(len(datasets), dtype=np.int16), counts),
+            shard=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
         )
 
     def __len__(self) -> int:
@@ -188,15 +184,13 @@ def check_measured_alike(index: Index, first: Index, config: AnyRun) -> None:
     own_encoder, defaults = to_mapping(config.encoder), to_mapping(type(config.encoder)()) | before(config.encoder)
     for name, measured, own in differing(index.encoder, own_encoder, defaults):
         if name.partition(".")[0] not in length_free_of(config.encoder):
-            raise ConfigError(
-                f"{index.directory} was measured with encoder.{name}={measured!r}, the configuration has {own!r}; give "
-                "the same configuration to 'energon-packing measure' and 'energon-packing plan'."
-            )
+            what = f"was measured with encoder.{name}={measured!r}, the configuration has {own!r}"
+            fix = "give the same configuration to 'energon-packing measure' and 'energon-packing plan'"
+            raise ConfigError(f"{index.directory} {what}; {fix}.")
     for name, in_first, in_other in differing_lengths(first.fingerprint, index.fingerprint, config):
-        raise UserError(
-            f"{first.directory} and {index.directory} cannot share a plan: {name} is {in_first!r} in one and "
-            f"{in_other!r} in the other; measure both with the same processor and configuration."
-        )
+        what = f"{name} is {in_first!r} in one and {in_other!r} in the other"
+        fix = "measure both with the same processor and configuration"
+        raise UserError(f"{first.directory} and {index.directory} cannot share a plan: {what}; {fix}.")
 
 
 Remeasured = Mapping[int, Size | tuple[str, str]]
@@ -230,6 +224,11 @@ class Samples:
 
     def __len__(self) -> int:
         return int(self.source.size)
+
+    def amounts(self, weights_by: str) -> np.ndarray:
+        """What weights count of each row, ``[N]``: its tokens, or 1 of each sample, whose pieces count once."""
+        firsts: np.ndarray = np.diff(self.source, prepend=-1) != 0
+        return self.sizes.tokens if weights_by == "tokens" else firsts
 
     def take(self, indices: np.ndarray | slice) -> "Samples":
         """Some of the samples."""
@@ -385,11 +384,8 @@ def joined(*parts: Samples) -> Samples:
     kept = [each for each in parts if len(each)] or parts[:1]
     if len(kept) == 1:
         return kept[0]
-    columns = {
-        each.name: np.concatenate([getattr(part.sizes, each.name) for part in kept])
-        for each in fields(Sizes)
-        if getattr(kept[0].sizes, each.name) is not None
-    }
+    names = [each.name for each in fields(Sizes) if getattr(kept[0].sizes, each.name) is not None]
+    columns = {name: np.concatenate([getattr(part.sizes, name) for part in kept]) for name in names}
     source, piece = (np.concatenate([getattr(part, name) for part in kept]) for name in ("source", "piece"))
     made = Samples(source=source, piece=piece, sizes=Sizes(**columns))
     return made if (np.diff(source) > 0).all() else made.take(np.lexsort((piece, source)))

@@ -46,32 +46,20 @@ class RowIndex(NamedTuple):
 
 
 class SharedPacks(PlannedPacks):
-    """The rows of one rank of a domain, by `RowIndex`.
-
-    Args:
-        plan: made for dynamic context parallelism.
-        batch: packs of a global batch.
-
-    Attributes:
-        size: None where each row has a size of its own; the one of all rows where that would gain too little.
-
-    Raises:
-        ConfigError: the plan was made for a fixed size, or the domain cannot hold its rows.
-    """
+    """The rows of one rank of a domain, by `RowIndex`, of a plan for dynamic context parallelism; `batch` are the packs
+    of a global batch. `size` is None where each row has a size of its own; the one of all rows where that would gain
+    too little. Raises ConfigError: the plan was made for a fixed size, or the domain cannot hold its rows."""
 
     def __init__(self, plan: Plan, encoder: Any, *, rank: int, domain: Domain, batch: int) -> None:
         super().__init__(plan, encoder, rank=rank)
         plan.hold(HELD)
         self._sizes = copy.copy(plan).sizes  # of a copy, since workers have the file of `plan`
         if not plan.facts.token_cost:
-            raise ConfigError(
-                f"{plan.path} was made for a fixed context-parallel size; plan again with parallel.context_parallel: "
-                "dynamic."
-            )
+            fix = "plan again with parallel.context_parallel: dynamic"
+            raise ConfigError(f"{plan.path} was made for a fixed context-parallel size; {fix}.")
         self.domain, self.batch = domain, batch
-        self._groups = group_numbers(
-            plan.facts.datasets, from_mapping(PlanConfig, plan.facts.decided["plan"], where="plan")
-        )
+        planned = from_mapping(PlanConfig, plan.facts.decided["plan"], where="plan")
+        self._groups = group_numbers(plan.facts.datasets, planned)
         steps = range(max(1, min(STEPS, len(plan) // batch)))
         first = [self._samples([*range(at * batch, min((at + 1) * batch, len(plan)))])[0] for at in steps]
         self.size, *_ = best_size(first, domain, int(plan.facts.decided["seq_length"]))
@@ -106,15 +94,9 @@ class SharedPacks(PlannedPacks):
         step = share_step(samples, self.domain) if self.size is None else static_step(samples, self.domain, self.size)
         own, lengths = step.rows[self._rank], samples.lengths
         sums = int(lengths.sum()), int((lengths**2).sum())
-        return [
-            RowIndex(
-                position,
-                place,
-                tuple((*packs[places[at][0]], places[at][1]) for at in row.samples),
-                Shared(row.size, len(own), *sums),
-            )
-            for place, row in enumerate(own)
-        ]
+        held = (tuple((*packs[places[at][0]], places[at][1]) for at in row.samples) for row in own)
+        shared = (Shared(row.size, len(own), *sums) for row in own)
+        return [RowIndex(position, place, *both) for place, both in enumerate(zip(held, shared, strict=True))]
 
     def _stages(self, index: RowIndex) -> Iterator[list[Place]]:
         yield self._places(self._plan.sample(number, place) for _, number, place in index.samples)
@@ -169,9 +151,7 @@ class SharedLoader(PlannedLoader):
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
         stop, period = self._stop(), self._evaluation
-        begins = (
-            itertools.count(self._position, self._step) if stop is None else range(self._position, stop, self._step)
-        )
+        begins = itertools.takewhile(lambda at: stop is None or at < stop, itertools.count(self._position, self._step))
         rows = (self._packs.rows(at if period is None else at % period, stop) for at in begins)
         every = itertools.chain.from_iterable(rows)
         if self._taken:
@@ -197,13 +177,9 @@ class SharedLoader(PlannedLoader):
         return taken if taken and batch == self._batch(taken) else None
 
     def alike(self) -> dict[str, Any]:
-        versions = {name: installed_version(name) for name in ("pillow", "av", "torch", "numpy")}
-        return (
-            super().alike()
-            | versions
-            | {
-                "who shares what": self._packs.layout,
-                "domain": repr(self._packs.domain),
-                "samples in quarantine": sorted(self._packs.left_out),
-            }
-        )
+        return super().alike() | {
+            **{name: installed_version(name) for name in ("pillow", "av", "torch", "numpy")},
+            "who shares what": self._packs.layout,
+            "domain": repr(self._packs.domain),
+            "samples in quarantine": sorted(self._packs.left_out),
+        }

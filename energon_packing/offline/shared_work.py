@@ -1,17 +1,20 @@
-"""What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
+"""What the commands `measure`, `pack` and `verify` have alike: who works, how several share the shards, and a job of
+Slurm that does.
+"""
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from itertools import batched, count
 from pathlib import Path
 from typing import Any
 
 from energon_packing.errors import UserError, refuse
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, GivenUp, ended_by_sigterm
-from energon_packing.offline.files import remove_leftovers
-from energon_packing.offline.slurm import write_job
+from energon_packing.offline.files import remove_leftovers, replacing, writing
 from energon_packing.remote_files import listed, remote_address
 
 
@@ -33,29 +36,21 @@ class WorkersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedConfig(WorkersConfig):
-    """Who works, of several such commands on one file system; this one does every `world_size`-th shard.
-
-    Attributes:
-        tasks: a file that names the shards of this one instead, one a line.
-        slurm: a directory; nothing is done, but a job of ``command`` for Slurm is written there, see `write_job`.
-        shards_per_task: of its array; None for 1,000 tasks at most.
-    """
+    """Who works, of several such commands on one file system; this one does every `world_size`-th shard."""
 
     rank: int = 0
     world_size: int = 1
-    tasks: Path | None = None
-    slurm: Path | None = None
-    shards_per_task: int | None = None
+    tasks: Path | None = None  # a file that names the shards of this one instead, one a line
+    slurm: Path | None = None  # where nothing is done, but a job of `command` for Slurm is written, see `write_job`
+    shards_per_task: int | None = None  # of its array; None for 1,000 tasks at most
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         divided = self.world_size > 1 or self.tasks is not None
+        nowhere = f"does not exist with --world-size {self.world_size}"
         refuse(
-            (
-                not 0 <= self.rank < self.world_size,
-                f"--rank {self.rank} does not exist with --world-size {self.world_size}.",
-            ),
+            (not 0 <= self.rank < self.world_size, f"--rank {self.rank} {nowhere}."),
             (self.world_size > 1 and self.tasks, "--tasks names the shards; leave --rank and --world-size out."),
             (self.slurm and divided, "--slurm divides the shards itself; leave --tasks, --rank and --world-size out."),
             (self.shards_per_task and not self.slurm, "--shards-per-task is of a job for Slurm; add --slurm DIR."),
@@ -89,19 +84,13 @@ def work_shared(
     progress: Callable[[int, int], None],
     directories: Sequence[Path] = (),
 ) -> SharedResults:
-    """Does the tasks of a command that nobody has done.
-
-    Args:
-        tasks: with their places in this list as ``number``. A task that `work` does to None is being done by another
-            command; it comes again at the end, with ``wait`` set.
-        label: what a task is called in a list.
-        there: the result of a task that is done already, else None.
-        aside: the result of one at which too many workers died, else None.
-        hole: the result of one that another command set aside, else None.
-        file: that a task makes, so that those without one are counted at a glance; `there` opens what was made.
-        size: of a task, for `progress`, which is called with what is done and all that there is to do.
-        directories: in which files are left over if the work ends with an error.
-    """
+    """Does the tasks of a command that nobody has done; they have their places in the list as ``number``. A task that
+    `work` does to None is being done by another command; it comes again at the end, with ``wait`` set. `label` is what
+    a task is called in a list, `there` the result of one that is done already, else None, and `aside` that of one at
+    which too many workers died, else None, `hole` that of one that another command set aside, else None; those without
+    the `file` that they make are counted at a glance, as `there` opens what was made. The `size` of tasks is for
+    `progress`, which is called with what is done and all that there is to do. In `directories` files are left over if
+    the work ends with an error."""
     shared = config if isinstance(config, SharedConfig) else SharedConfig()
     results: list[Any] = [None] * len(tasks)
     named, share = shared.tasks, tasks[shared.rank :: shared.world_size]
@@ -177,3 +166,62 @@ def _listed(file: Path, named: dict[str, Any]) -> list[Any]:
             f"--tasks {file} names {min(unknown)!r:.200}, which is no shard of this command; write the lists anew"
         )
     return [task for name, task in named.items() if name in names]
+
+
+MOST_TASKS = 1000  # by default; Slurm's own ``MaxArraySize`` is 1001
+_HEADER = "# Head of job.sh, yours from now on: lines of #SBATCH, then what makes energon-packing known on a node."
+_JOB = """\
+#!/bin/bash
+# Written by energon-packing; header.sh is the place for changes. Submit it with: bash job.sh [OPTIONS OF SBATCH]
+#SBATCH --job-name=energon-packing
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@60
+{header}
+cd {here} || exit 2
+if [ -n "${{SLURM_ARRAY_TASK_ID:-}}" ]; then
+    exec energon-packing {name} --tasks={lists}/"$SLURM_ARRAY_TASK_ID" {words}
+elif [ "${{1:-}}" = --complete ]; then
+    energon-packing {name} --slurm={folder}{each} {words} && [ ! -s {missing} ]
+else
+    id=$(sbatch --parsable --array=0-{last} "$@" {job}) &&
+        sbatch --dependency=afterany:"${{id%%;*}}" "$@" {job} --complete
+fi
+"""
+
+
+def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shards_per_task: int | None) -> None:
+    """Writes a job of a `command` (its name, its options, and the rest), an array whose tasks each run it for a list of
+    shards, with a last step that looks: ``job.sh``, the lists, and ``missing.txt``, the shards that nobody has done;
+    none leaves all else as it is. What is in a list is complete when the shard's own file is there. Lists of a job that
+    was submitted before stay as they are. Raises UserError: `folder` cannot be written."""
+    folder = folder.absolute()
+    with writing(folder, command[0]):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "missing.txt", missing)
+        if not missing:
+            return
+        if not (folder / "header.sh").exists():
+            _write(folder / "header.sh", [_HEADER])
+        lists = next(it for it in (folder / f"lists-{number}" for number in count(1)) if not it.exists())
+        lists.mkdir()
+        each = shards_per_task or -(-len(missing) // MOST_TASKS)
+        shares = list(batched(missing, each))
+        for number, share in enumerate(shares):
+            _write(lists / str(number), share)
+        files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "lists": lists, "folder": folder}
+        script = _JOB.format(
+            **{name: shlex.quote(str(path)) for name, path in files.items()},
+            header=os.fsdecode((folder / "header.sh").read_bytes()),
+            here=shlex.quote(str(Path.cwd())),
+            name=command[0],
+            words=shlex.join(command[1:]),
+            each=f" --shards-per-task={shards_per_task}" if shards_per_task else "",
+            last=len(shares) - 1,
+        )
+        _write(folder / "job.sh", [script])  # another file, so that a job that reads the old one does not notice
+
+
+def _write(file: Path, lines: Sequence[str]) -> None:
+    with replacing(file) as aside:
+        aside.write_bytes(os.fsencode("".join(f"{line}\n" for line in lines)))  # names need not be UTF-8

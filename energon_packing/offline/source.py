@@ -27,16 +27,7 @@ from megatron.energon.cache import FileStore
 from energon_packing.convert.layout import INFO_FILE, MEDIA_AUX, META_DIRECTORY
 from energon_packing.errors import UserError, read_again
 from energon_packing.offline.index import DEFAULT_KIND
-from energon_packing.remote_files import (
-    PIECE_BYTES,
-    check_remote,
-    describe,
-    index_file,
-    metadata_text,
-    read_range,
-    remote_address,
-    shown,
-)
+from energon_packing.remote_files import PIECE_BYTES, describe, index_file, meta_text, read_range, remote_address, shown
 from energon_packing.sample_kind import KINDS, kind_of_subflavors
 from energon_packing.validate.looks.data import REMOTE, DataLooks, look_at_data
 
@@ -221,7 +212,6 @@ class TarFiles:
                     os.posix_fadvise(self._descriptor(path), offset, size, os.POSIX_FADV_WILLNEED)
 
     def _some(self, path: Path, offset: int, size: int) -> bytes:
-        """As many of these bytes as there are."""
         content = more = os.pread(self._descriptor(path), size, offset)
         while more and len(content) < size:  # a signal, or a file system that reads less at a time
             more = os.pread(self._descriptor(path), size - len(content), offset + len(content))
@@ -302,7 +292,7 @@ class ShardIndex:
         self.root = root
         self.uuid = self.uuid_of(root)
         try:
-            counts = json.loads(metadata_text(root, INFO_FILE))["shard_counts"]
+            counts = json.loads(meta_text(root, INFO_FILE))["shard_counts"]
             look = "SELECT 1 FROM sample_parts LIMIT 1"
             read_again(meta, lambda: self._database.execute(look), lambda: vars(self).pop("_database", None))
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
@@ -323,7 +313,7 @@ class ShardIndex:
         """The identifier of a data set's index; a UserError if it cannot be read."""
         file = root / META_DIRECTORY / "index.uuid"
         try:
-            return metadata_text(root, file.name).strip()
+            return meta_text(root, file.name).strip()
         except (OSError, ValueError) as error:
             check_there([str(root)])
             raise UserError(f"{shown(file)} cannot be read ({error}); restore it, or run 'energon prepare'") from error
@@ -378,36 +368,30 @@ class SourcePart:
 def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list[SourcePart]:
     """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets, here or in an object
     store. Raises UserError: something is missing or damaged, or the samples are not of that kind."""
-    if (address := remote_address(path)) is None:
-        return _parts(str(path), os.path.abspath(path), split, kind)
-    with _copied(path, address) as (description, here):
-        parts = _parts(description, address, split, kind)
-    return [
-        replace(part, root=_there(part.root, here, address), media_root=_there(part.media_root, here, address))
-        for part in parts
-    ]
+    with _described(path) as (description, there):
+        parts = _parts(description, remote_address(path) or os.path.abspath(path), split, kind)
+    return [replace(part, root=there(part.root), media_root=there(part.media_root)) for part in parts]
 
 
 def kind_of_data(path: str | Path, split: str) -> str:
     """What the samples of a data set are; conversations if it does not say."""
-    if (address := remote_address(path)) is None:
-        looks = _looks(str(path), split)
-    else:
-        with _copied(path, address) as (description, _):
-            looks = _looks(description, split)
+    with _described(path) as (description, _):
+        looks = _looks(description, split)
     kinds = (kind_of_subflavors(inspected.subflavors) for _, inspected in looks.readable)
     return next((kind.name for kind in kinds if kind is not None), DEFAULT_KIND)
 
 
 @contextmanager
-def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
-    """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
-    address, which errors name instead."""
-    check_remote("DATASET", path)
+def _described(path: str | Path) -> Iterator[tuple[str, Callable[[str], str]]]:
+    """What `look_at_data` takes of a data set, and the place of a directory that it names. Of a remote one that is a
+    copy of its description, in place of which errors name the address."""
+    if (address := remote_address(path)) is None:
+        yield str(path), str
+        return
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch).resolve() / "data"
         try:
-            yield str(describe(address, here)), here
+            yield str(describe(address, here)), functools.partial(_there, here=here, address=address)
         except UserError as error:
             raise UserError(str(error).replace(str(here), address)) from error
 
@@ -430,15 +414,12 @@ def _parts(path: str, named: str, split: str, kind: str) -> list[SourcePart]:
         if own is not None and own.name != kind:
             raise UserError(f"{leaf.path} holds {own.name}, but {kind} are expected here; see docs/offline.md, 'Clips'")
         if own is None or leaf.joined:
-            raise UserError(
-                f"{leaf.path} does not hold {kind} that 'energon-packing convert' wrote; offline commands read "
-                "no other records"
-            )
+            what = f"{leaf.path} does not hold {kind} that 'energon-packing convert' wrote"
+            raise UserError(f"{what}; offline commands read no other records")
         if leaf.subset:
-            raise UserError(
-                f"{leaf.named_in or path} takes a subset of {leaf.path}, and offline commands read data sets whole; "
-                "make the part a split of its own with 'energon-packing convert --split'"
-            )
+            what = f"takes a subset of {leaf.path}, and offline commands read data sets whole"
+            fix = "make the part a split of its own with 'energon-packing convert --split'"
+            raise UserError(f"{leaf.named_in or path} {what}; {fix}")
         media = leaf.aux.get(MEDIA_AUX, leaf.path)
         if REMOTE in media:
             raise UserError(f"{leaf.path} keeps its media as files in {media}; convert it again, into shards")

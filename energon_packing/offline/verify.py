@@ -32,27 +32,18 @@ from energon_packing.offline.packed import DROPS_FILE, Packed, ShardEntry, check
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import (
     Plan,
-    PlannedPack,
     digest_of,
     drops_path,
     hashed,
     part_path,
     read_drops,
     read_facts,
+    sources_digest,
 )
 from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
-from energon_packing.remote_files import (
-    absolute,
-    check_remote,
-    exists,
-    file_size,
-    open_file,
-    remote_address,
-    shown,
-    unfinished,
-)
+from energon_packing.remote_files import absolute, check_remote, exists, file_size, open_file, shown, unfinished
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 
@@ -62,15 +53,10 @@ _OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 def first_difference(expected: Pack, found: Pack) -> str | None:
     """Compares two packs, pixels as the processor's numbers; returns field, sample and values of the first
     difference."""
-    left, right = (
-        batch.finished() if isinstance(batch, PackedBatch) else batch for batch in (expected.batch, found.batch)
-    )
+    left, right = (it.finished() if isinstance(it, PackedBatch) else it for it in (expected.batch, found.batch))
     tensors, others = tensors_of(left), tensors_of(right)
-    plain = [
-        spec.name
-        for spec in dataclasses.fields(left)
-        if spec.name not in ("visual_inputs", "extra") and not isinstance(getattr(left, spec.name), torch.Tensor)
-    ]
+    own = [each.name for each in dataclasses.fields(left) if each.name not in ("visual_inputs", "extra")]
+    plain = [name for name in own if not isinstance(getattr(left, name), torch.Tensor)]
     for ours, theirs, names in ((expected, found, _OF_PACK), (left, right, plain)):
         for name in names:
             if getattr(ours, name) != getattr(theirs, name):
@@ -156,10 +142,9 @@ class VerifyReport:
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
     """What is wrong with a directory or file (`_verified`), and in a store, uploads there that were broken off."""
-    report, address = _verified(config, progress), remote_address(config.directory)
-    left = () if address is None else unfinished(address)
+    report = _verified(config, progress)
     what = "an upload of {} was begun and broken off; abort it, or the store keeps its parts and bills them"
-    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in left)
+    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in unfinished(config.directory))
     return dataclasses.replace(report, findings=(*report.findings, *findings))
 
 
@@ -233,6 +218,8 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
         held += own if part is None else [digest_bytes(part.digest)]
     if facts.id not in (plan_id(known, facts.datasets, held, resolved=each) for each in (False, True)):
         raise UserError(f"{shown(plan.path)} does not hold what its id {facts.id} stands for; make the plan again.")
+    if facts.parts and sources_digest(plan.sources()) != facts.sources:
+        raise UserError(f"{shown(plan.path)} has other shards than were written; make the plan again.")
     if drops:
         _check_drops(plan, facts.drops, drops_path(plan.path), digest.hexdigest())
 
@@ -291,7 +278,6 @@ class ShardVerifier:
         return ShardVerifier, (self._packed, self._chosen)  # an encoder is loaded where it is used
 
     def begin(self) -> None:
-        """Opens files anew."""
         self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
@@ -307,7 +293,6 @@ class ShardVerifier:
         return Finding(shard=task.number, pack=pack, what=what) if what else None, self._remade - before
 
     def name(self, task: ShardEntry) -> str:
-        """Of the shard."""
         return f"verifying {shown(shard_path(self._packed.directory, task.number))}"
 
     def _wrong(self, entry: ShardEntry) -> Iterator[tuple[int | None, str]]:
@@ -363,7 +348,7 @@ class ShardVerifier:
                     yield planned.number, f"it is damaged: {error}"
                     return
                 samples += len(stored.order)
-                yield from ((planned.number, what) for what in _unplanned(stored, planned))
+                yield from ((planned.number, what) for what in planned.differences(stored))
                 yield from ((planned.number, what) for what in stored.broken(multiple))
                 for sample, file in ((each, file) for each in stored.samples for file in each.files):
                     if file.shard < 0 and not 0 <= file.offset <= file.offset + file.size <= entry.media_bytes:
@@ -371,17 +356,3 @@ class ShardVerifier:
                         yield planned.number, f"media {file.name} of sample {sample.key} {outside}"
         if samples != entry.samples:
             yield stop - 1, f"the shard has {samples} samples, the manifest says {entry.samples}"
-
-
-def _unplanned(stored: Any, planned: PlannedPack) -> Iterator[str]:
-    """How a stored pack differs from its rows in the plan."""
-    names = [sample.key for sample in stored.samples]
-    expected = [sample.name for sample in planned.samples]
-    if names != expected:
-        at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
-        count = f"it has {len(names)} samples, the plan {len(expected)}"
-        yield count if at is None else f"its sample {at} is {names[at]}, in the plan it is {expected[at]}"
-        return
-    for at, own in zip(stored.order, stored.sizes(), strict=True):
-        if own != planned.samples[at].sizes:
-            yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].sizes}"

@@ -31,10 +31,9 @@ def visible(text: str, *, line_break: str = "\u23ce") -> str:
 
 
 def excerpt(pieces: Sequence[Piece], most: int) -> list[Piece]:
-    """Returns about `most` characters of a sample. Short pieces are kept whole, and the others share the rest evenly:
-    of trained text the beginning is kept, of other text the end, so that a question is next to its answer. Text in the
-    middle is left out where there are too many pieces; media always stay. Marks of elision are not counted; 0 keeps no
-    text."""
+    """About `most` characters of a sample. Short pieces are kept whole, and the others share the rest evenly: of
+    trained text the beginning is kept, of other text the end, so that a question is next to its answer. Text in the
+    middle is left out where pieces are too many; media always stay. Marks of elision do not count; 0 keeps no text."""
     texts = [number for number, piece in enumerate(pieces) if piece.media is None]
     if most == 0:
         return [piece for piece in pieces if piece.media is not None]

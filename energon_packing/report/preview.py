@@ -25,7 +25,7 @@ from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import UserError
 from energon_packing.executors.work import Progress
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.geometry import MediaPlan
@@ -106,14 +106,11 @@ def wanted_packs(
         empty = False
         yield pack
     loader.tell_of_drops(final=True)
-    refuse(
-        (
-            empty and wanted.key is not None,
-            f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} {path}` says what became "
-            "of it.",
-        ),
-        (empty and wanted.first, f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0."),
-    )
+    if empty and wanted.key is not None:
+        told = f"`energon-packing explain {wanted.key} {path}` says what became of it."
+        raise UserError(f"No pack of this epoch has {wanted.key!r}; {told}")
+    if empty and wanted.first:
+        raise UserError(f"The epoch of {path} ends before pack {wanted.first}; packs are numbered from 0.")
 
 
 def _after(loader: Any, first: int, progress: Progress) -> Iterator[Pack]:
@@ -160,24 +157,21 @@ def _planned(plan: Plan, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tu
 
 
 def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> dict[str, Any]:
-    """Describes one pack of a loader, whose configured width is ``seq_length``.
+    """Describes one pack of a loader, whose configured width is ``seq_length``, as plain values: ``index`` in its
+    worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``, their share of the configured
+    width; ``boundaries`` and ``padded_boundaries``: ``cu_seqlens`` and ``cu_seqlens_padded`` (None: nothing lies
+    between samples); ``max_seqlen``; ``positions``: shape of ``position_ids``; ``dropped``: what the ledger noted since
+    the last pack; ``segments`` in row order, each with
 
-    Returns:
-        Plain values: ``index`` in its worker; ``tokens``, the length of the row; ``real_tokens`` of samples; ``fill``,
-        their share of the configured width; ``boundaries`` and ``padded_boundaries``: ``cu_seqlens`` and
-        ``cu_seqlens_padded`` (None: nothing lies between samples); ``max_seqlen``; ``positions``: shape of
-        ``position_ids``; ``dropped``: what the ledger noted since the last pack; ``segments`` in row order, each with
-
-        * ``key`` (empty for a filler and for the masked tail of a row of fixed width), ``filler``: whether it is the
-          dummy image of a pack without media;
-        * ``start`` in the row, real ``tokens``, ``padding`` after them, ``trained`` targets, their ``weight``;
-        * ``media``: what it gives the vision encoder. If the family keeps media in one piece, one entry per image or
-          video: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one
-          entry for all tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images
-          (height, width; if the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their
-          runs of placeholders, and ``label``, the entry in a few words;
-        * ``text``: pieces with ``text`` and ``trained``; runs of media tokens are written as ``<token>*n``.
-    """
+    * ``key`` (empty for a filler and for the masked tail of a row of fixed width), ``filler``: whether it is the dummy
+      image of a pack without media;
+    * ``start`` in the row, real ``tokens``, ``padding`` after them, ``trained`` targets, their ``weight``;
+    * ``media``: what it gives the vision encoder. If the family keeps media in one piece, one entry per image or video:
+      ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one entry for all
+      tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images (height, width; if the
+      family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their runs of placeholders, and
+      ``label``, the entry in a few words;
+    * ``text``: pieces with ``text`` and ``trained``; runs of media tokens are written as ``<token>*n``."""
     batch = pack.batch
     real, physical = batch.cu_seqlens.tolist(), batch.boundaries.tolist()
     tokens, weights, trained = batch.tokens[0].numpy(), batch.loss_mask[0].numpy(), trained_tokens(batch)
@@ -330,9 +324,8 @@ class WatchedTaskEncoder(PackingTaskEncoder):
         read = functools.partial(read_media, sample.store)
         for segment in () if sample.measured is None else sample.measured.segments:
             if isinstance(segment, Measured) and segment.media and segment.key not in self.shown:
-                self.shown[segment.key] = tuple(
-                    self._shown(media, plan, read) for media, plan in zip(segment.media, segment.plans, strict=True)
-                )
+                planned = zip(segment.media, segment.plans, strict=True)
+                self.shown[segment.key] = tuple(self._shown(media, plan, read) for media, plan in planned)
         return rendered
 
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
@@ -353,9 +346,8 @@ def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], config:
     places = sorted({round(part * last / (FRAMES - 1)) for part in range(FRAMES)}) if last >= 0 else ()
     indices = [plan.frame_indices[place] for place in places]
     if media.frame_names:
-        return decode_frame_files(
-            read, [media.frame_names[index] for index in indices], max_pixels=max_pixels, on_white=on_white
-        )
+        names = [media.frame_names[index] for index in indices]
+        return decode_frame_files(read, names, max_pixels=max_pixels, on_white=on_white)
     return decode_frames(read(media.name), sorted(set(indices)), max_pixels=max_pixels)
 
 

@@ -76,10 +76,8 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     if not places and not any(event.outcome == "rejected" for event in events):
         stored = key_of_id(key)
         hint = f" A key has only A-Z, a-z, 0-9, - and _: try {stored!r}." if stored not in (key, "record") else ""
-        raise UserError(
-            f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject "
-            f"either.{hint}"
-        )
+        lacks = f"{path} has no sample of that key in any split, and no reject either."
+        raise UserError(f"Nothing is known about {key!r}: {lacks}{hint}")
     return [*events, *_in_ledger(key, ledger or (run.packing.ledger and Path(run.packing.ledger)) or None)]
 
 
@@ -101,8 +99,7 @@ def story_in_index(key: str, directory: Path) -> list[Event]:
 
 
 def story_in_plan(key: str, path: Path) -> list[Event]:
-    """What a plan, or a packed directory, says of a key. Raises `UserError`: as `explanation`, or the directory is not
-    complete."""
+    """What a plan or packed directory says of a key. Raises `UserError`: as `explanation`, or it is incomplete."""
     packed = Packed.open(path) if is_packed(path) else None
     plan = Plan.open(path) if packed is None else packed.plan
     explained = explanation(plan, key)
@@ -145,8 +142,7 @@ def _conversion(key: str, directory: Path) -> Iterator[Event]:
 
 
 def _places(key: str, path: str, own: str) -> list[tuple[str, SourcePart, str, Position]]:
-    """Split, part, shard and position of each record of a key: those of the run's `own` split first, and of the others
-    what that does not have."""
+    """Split, part, shard and position of each record of a key: of the run's `own` split first, then what others add."""
     parts: list[tuple[str, SourcePart]] = []
     problem: UserError | None = None
     for split in dict.fromkeys((own, *SPLITS)):

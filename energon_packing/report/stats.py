@@ -16,7 +16,7 @@ from energon_packing.errors import UserError
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.kinds.conversations import row_limits
 from energon_packing.offline.index import MODALITIES, SHAPE
-from energon_packing.offline.samples import Samples, Sizes, costs, holds, joined, of_pieces
+from energon_packing.offline.samples import Samples, Sizes, holds, joined, of_pieces
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.constraints import Constraints, Size
 from energon_packing.packing.model_cost import SQUARES
@@ -164,8 +164,7 @@ def _quantity(samples: StatsSamples, array: np.ndarray) -> dict[str, Any]:
 
 
 def _mark_error(samples: StatsSamples, array: np.ndarray, mark: int) -> float | None:
-    """How far the further end of the 95 % interval of a percentile is, from the order of the samples; None if it is
-    beyond those measured."""
+    """How far the further end of a percentile's 95 % interval is, from the samples' order; None beyond them."""
     if samples.whole:
         return 0.0
     half = Z * math.sqrt(mark / 100 * (1 - mark / 100) / array.size * (1 - samples.measured / samples.total))
@@ -194,8 +193,7 @@ def _histogram(samples: StatsSamples, array: np.ndarray) -> list[dict[str, Any]]
 
 
 def _counted(samples: StatsSamples, count: int) -> dict[str, Any]:
-    """A share of all samples, and how far the further end of its 95 % interval is (Wilson's, for a finite
-    population)."""
+    """A share of samples, and how far the further end of its 95 % interval is (Wilson's, finite population)."""
     share, error = count / samples.measured, 0.0
     if not samples.whole:
         n = samples.measured * (samples.total - 1) / max(samples.total - samples.measured, 1)
@@ -285,10 +283,9 @@ def _shares(tokens: float, aligned: float, room: float) -> dict[str, float]:
 def recommendation(
     samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]], ranks: int = 1
 ) -> dict[str, Any]:
-    """Settings that suit the samples better than those of the run, each with its reason, from the rows of `packings`,
-    of which the first is the run's own. Rows are compared by the share of their tokens that are real and by the tokens
-    that no row has; how much memory a row needs is not known here. Rows that are fuller within their error are no
-    reason."""
+    """Settings that suit the samples better than the run's, each with its reason, from the rows of `packings`, of which
+    the first is the run's own. Rows are compared by the share of their tokens that are real and by the tokens that no
+    row has; how much memory a row needs is not known here. Rows that are fuller within their error are no reason."""
     rows = [row for row in found if (row["window"], row["multiple"]) == (run.packing.window, run.parallel.multiple)]
     rows = [row for row in rows if row["fill"] > 0]
     if not rows:
@@ -330,6 +327,8 @@ def recommendation(
         "packing.oversize": "split" if splits else None,
         "packing.balance_window": BALANCE_WINDOW if balances else None,
     }
+    hope = f"rows of {longer} would lose at most {share:.2%}."
+    hope = hope if longer > row else "no longer row is known to lose less."
     reasons = {
         f"Packing {helps}: packed rows are {_percent(chosen, 'fill')} full, micro-batches of {PADDED} samples padded "
         f"to the longest {_percent(chosen, 'padded')}, and rows of one sample {_percent(chosen, 'alone')}.": True,
@@ -339,12 +338,7 @@ def recommendation(
         f"{_percent(best, 'fill')}.": chosen is not best,
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
-        f"{_percent(best, 'lost')} of the tokens are in no row; "
-        + (
-            f"rows of {longer} would lose at most {share:.2%}."
-            if longer > row
-            else "no longer row is known to lose less."
-        ): loses,
+        f"{_percent(best, 'lost')} of the tokens are in no row; {hope}": loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
@@ -478,10 +472,9 @@ class _Dealt:
         self.drops = over.size
         if over.size and kind.changes_samples(run) and samples.remeasure is not None:
             if not run.encoder.processor:
-                raise UserError(
-                    f"packing.oversize={run.packing.oversize} or encoder.limits changes {over.size} samples, which "
-                    "needs a processor; give --config, or --set encoder.processor=path/or/name."
-                )
+                changes = f"packing.oversize={run.packing.oversize} or encoder.limits changes {over.size} samples"
+                fix = "give --config, or --set encoder.processor=path/or/name."
+                raise UserError(f"{changes}, which needs a processor; {fix}")
             found = zip(over.tolist(), samples.remeasure(run, over), strict=True)
             made = [(at, number, size) for at, each in found for number, size in each.items()]
             sized = [(at, number, size) for at, number, size in made if isinstance(size, Size)]
@@ -582,7 +575,7 @@ class _Dealt:
         limits, packing, sizes = self.limits, self.run.packing, self.kept.sizes.take(stream)
         numbers = stream if once else np.arange(stream.size)  # of a part, what comes again stands for others
         units: Any = limits.length_units(sizes)
-        limited = Constraints(costs=costs(limits, sizes), limits=limits.limited)
+        limited = Constraints(costs=sizes.costs(limits), limits=limits.limited)
         if window is None:
             pairs = {name: (cost, limits.limited[name]) for name, cost in limited.costs.items()}
             return pack_lengths_flat(units, limits.units, "best_fit", constraints=pairs)

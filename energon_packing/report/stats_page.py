@@ -111,7 +111,7 @@ def own_sentence(report: Mapping[str, Any]) -> str:
 
 def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
     """The packs of a plan, and what its budget counts."""
-    epochs = f"{plan['epochs']:,} epoch" + "s" * (plan["epochs"] > 1)
+    epochs = f"{plan['epochs']:,} {'stage' if plan['stages'] else 'epoch'}" + "s" * (plan["epochs"] > 1)
     batch = f"{plan['global_batch_size']:,} pack" + "s" * (plan["global_batch_size"] > 1)
     return (
         f"{epochs}: {plan['rows']:,} samples or pieces in {plan['packs']:,} packs of {plan['seq_length']:,} tokens, "
@@ -123,8 +123,7 @@ def plan_sentences(plan: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def mix_cells(mix: Sequence[Mapping[str, Any]], batch: int = 1) -> list[tuple[str, ...]]:
-    """Of each epoch or stage of a plan, its steps of `batch` packs, and the share of tokens of each data set, as
-    texts."""
+    """Of each epoch or stage of a plan, as texts: steps of `batch` packs, and each data set's share of tokens."""
     begins = [0, *(each["packs"] for each in mix)]
     return [
         (
@@ -225,10 +224,8 @@ def _quantity(name: str, found: Mapping[str, Any]) -> str:
         if found[f"{key}_error"] is not None
     )
     total = "" if name == "trained_share" else f"; {number(found['sum'], found['sum_error'])} in all"
-    chart = _bars(
-        [(bin_name(each, name), each["share"], each["error"]) for each in found["histogram"]],
-        label=f"{title}: share of samples by {unit}",
-    )
+    bars = [(bin_name(each, name), each["share"], each["error"]) for each in found["histogram"]]
+    chart = _bars(bars, label=f"{title}: share of samples by {unit}")
     return (
         f"<section class=card><h3>{escaped(title)}</h3><p class=soft>{escaped(facts + total)}</p>{chart}"
         f"<p class=soft>{escaped(unit)}, share of samples</p></section>"

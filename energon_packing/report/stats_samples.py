@@ -164,7 +164,7 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
     planned = {
         **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
         **{name: float(facts.summary[name]) for name in ("fill", "aligned_fill")},
-        **{"packs": facts.packs, "rows": facts.samples, "epochs": facts.epochs},
+        **{"packs": facts.packs, "rows": facts.samples, "epochs": facts.epochs, "stages": facts.stages},
         "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
         "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
         "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),

@@ -56,10 +56,8 @@ def fit_report(path: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has no costs and times of steps; write metrics with this version.") from error
     if len(found) < LEAST_STEPS:
-        raise UserError(
-            f"{path} has {len(found)} steps whose time all ranks know, and a fit needs {LEAST_STEPS}; give the "
-            "metrics.directory of a longer run."
-        )
+        fix = f"a fit needs {LEAST_STEPS}; give the metrics.directory of a longer run."
+        raise UserError(f"{path} has {len(found)} steps whose time all ranks know, and {fix}")
     costs, seconds = found[:, :, :2], found[:, :, 2].mean(axis=1)
     slope, kept = np.ones(2), np.ones(len(found), dtype=bool)
     for _ in range(8):
@@ -100,8 +98,7 @@ def layout_report(path: Path, layout: str, ranks: int, count: int, most: int = 1
     replicas are simulated in all; steps, and replicas of one, are taken at equal distances. Returns ``steps``
     simulated, ``of`` all, ``data_parallel``, and per order (``plan``, ``ordered``) ``efficiency``, the share of steps
     in which ranks compute until the slowest replica is through, and ``bubble``, that in which those of a replica wait
-    until it is. Raises UserError: no plan, another layout than these, one that Core refuses, or a plan shorter than a
-    step."""
+    until it is. Raises UserError: no plan, another layout, one that Core refuses, or a plan shorter than a step."""
     from energon_packing.offline.plan import Plan
 
     sizes = layout.split("x")

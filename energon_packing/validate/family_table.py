@@ -152,8 +152,7 @@ def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
 
 
 def processor_classes() -> frozenset[str]:
-    """Returns the classes that are known to belong to some family, here or in `energon_packing.families`; any other may
-    be a model's own."""
+    """The classes known to belong to a family, here or in `energon_packing.families`; others may be a model's own."""
     from energon_packing.families.registry import FAMILIES
 
     named = (*(line.processors for line in FAMILY_TABLE), *(family.processor_classes for family in FAMILIES))

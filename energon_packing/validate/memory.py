@@ -53,9 +53,8 @@ def memory_of(container: Any, model: Any, *, vocabulary: int | None, world_size:
     from megatron.bridge.training.utils.theoretical_memory_utils import estimate_training_memory
 
     size, gradient, state = _bytes_of_a_parameter(container, model)
-    tensor, stages, context = (
-        getattr(model, f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context")
-    )
+    sizes = ("tensor_model", "pipeline_model", "context")
+    tensor, stages, context = (getattr(model, f"{kind}_parallel_size") or 1 for kind in sizes)
     replicas = max(1, world_size // (tensor * stages * context))
     rows = container.train.micro_batch_size or 1
     tokens = rows * model.seq_length / context

@@ -35,10 +35,9 @@ SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
 
 
 def container_of_recipe(name: str, model_configs: Path | None) -> Any:
-    """Returns the ``ConfigContainer`` that a recipe function (``module:function``) returns; modules of the current
-    folder are found as with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used
-    instead of the hub if it has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge
-    cannot be imported."""
+    """The ``ConfigContainer`` of a recipe function (``module:function``); modules of the current folder are found as
+    with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used instead of the hub if it
+    has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge cannot be imported."""
     from unittest import mock
 
     module_name, _, function_name = name.partition(":")
@@ -161,8 +160,7 @@ def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
 
 
 def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there. Raises ConfigError: the
-    given path is not a folder."""
+    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads a folder's models. Raises ConfigError: no folder."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} with model configurations.")
     from unittest import mock
@@ -180,8 +178,7 @@ def _models_from(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def gpu_of_recipes() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block, on a machine without CUDA, recipes that choose by the GPU (dispatchers of experts) and Bridge's
-    ``validate()`` see an H100."""
+    """Inside the block, without CUDA, recipes that choose by the GPU and Bridge's ``validate()`` see an H100."""
     from unittest import mock
 
     import torch
@@ -227,7 +224,10 @@ def view_of(
     whose name a container does not hold."""
     model, dataset = container.model, container.dataset
     checkpoint = getattr(container, "checkpoint", None)
+    # A checkpoint to begin with, one to continue from (which recipes name before it is there), or the model's own
+    # hooks, such as AutoBridge's, which read a Hugging Face directory.
     load = str(getattr(checkpoint, "load", None) or "")
+    weights = getattr(checkpoint, "pretrained_checkpoint", None) or getattr(model, "_pre_wrap_hooks", None)
     final = finalised(model)
     parts = ("dataset", "train", "scheduler", "validation", "ddp", "dist", "rerun_state_machine", "comm_overlap")
     source = SimpleNamespace(model=model, final=final, **{name: getattr(container, name, None) for name in parts})
@@ -236,10 +236,13 @@ def view_of(
     classes = {cls.__name__ for cls in type(dataset).__mro__}
     kind = next((kind for name, kind in _KIND_OF_CLASS.items() if name in classes), "provider")
     coefficients = getattr(final, "moe_aux_loss_coeff", 0.0)
-    name = type(model).__name__
+    dispatcher, name = getattr(final, "moe_token_dispatcher_type", None), type(model).__name__
+    dispatcher = getattr(final, "moe_flex_dispatcher_backend", None) if dispatcher == "flex" else dispatcher
+    provides = name.removesuffix("ModelProvider").removesuffix("Provider")
     width, heads, *channels = (getattr(model, field, None) for field in _OF_HEADS)
     widest = max((given for given in channels if given), default=width // heads if width and heads else None)
     frozen = [value for field, value in vars(model).items() if re.match("freeze_(vision|audio|sound)_", field)]
+    ids = {kind: getattr(model, f"{kind}_token_id", None) for kind in run_facts.PLACEHOLDERS}
     value_dim = None
     if getattr(model, "multi_latent_attention", False):  # which does not read `kv_channels`
         widest, value_dim = model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
@@ -259,9 +262,7 @@ def view_of(
             "data": data,
             "megatron_core_version": installed_version("megatron-core"),
             "bridge_version": installed_version("megatron-bridge"),
-            "model": TEXT_MODELS.get(name)
-            or _opted_out(container)
-            or name.removesuffix("ModelProvider").removesuffix("Provider"),
+            "model": TEXT_MODELS.get(name) or _opted_out(container) or provides,
             "unknown_settings": _unknown_settings(container),
             "has_offline_packing_specs": specs is not None,
             "packed_metadata_missing": _missing_metadata(specs),
@@ -271,18 +272,14 @@ def view_of(
             "cuda_graph_modules": _names(getattr(model, "cuda_graph_modules", None))
             + _names(getattr(model, "cuda_graph_scope", None)),
             "inference_graph_scopes": _names(getattr(model, "inference_cuda_graph_scope", None)),
-            "expert_dispatcher": getattr(final, "moe_flex_dispatcher_backend", None)
-            if getattr(final, "moe_token_dispatcher_type", None) == "flex"
-            else getattr(final, "moe_token_dispatcher_type", None),
+            "expert_dispatcher": dispatcher,
             "balance_coefficients": tuple(coefficients) if isinstance(coefficients, list) else (coefficients,),
             "vision_frozen": bool(frozen) and all(frozen),
             "head_dim": widest,
             "value_dim": value_dim,
             "model_tokens": run_facts.TokenFacts(
                 size=_embedding_rows(model),
-                placeholders=run_facts.numbers(
-                    {kind: getattr(model, f"{kind}_token_id", None) for kind in run_facts.PLACEHOLDERS}
-                ),
+                placeholders=run_facts.numbers(ids),
                 geometry=run_facts.model_geometry(getattr(model, "vision_config", None), model),
             ),
             "task_encoder": type(dataset.task_encoder).__name__ if hasattr(dataset, "task_encoder") else None,
@@ -295,13 +292,7 @@ def view_of(
             "megatron_fsdp": any(getattr(part, "use_megatron_fsdp", False) for part in (source.ddp, source.dist)),
             "fp8_recipe": _fp8_recipe(container),
             "memory": memory_of(container, final, vocabulary=_embedding_rows(model), world_size=world_size),
-            # A checkpoint to begin with, one to continue from (which recipes name before it is there), or the model's
-            # own hooks, such as AutoBridge's, which read a Hugging Face directory.
-            "has_weights": bool(
-                getattr(checkpoint, "pretrained_checkpoint", None)
-                or (load and ("://" in load or Path(load).is_dir()))
-                or getattr(model, "_pre_wrap_hooks", None)
-            ),
+            "has_weights": bool(weights or (load and ("://" in load or Path(load).is_dir()))),
         }
         | getattr(dataset, "run_facts", dict)()
     )

@@ -42,9 +42,8 @@ def cached_directory(name: str) -> Path | None:
 
 
 def offline() -> contextlib.AbstractContextManager[Any]:
-    """Inside the block everything is loaded from this machine or not at all, repository code (``auto_map``) included.
-    ``local_files_only`` does not reach everything that transformers loads with a processor; the hub's own switch
-    does."""
+    """Inside the block all is loaded from this machine or not at all, repository code (``auto_map``) included.
+    ``local_files_only`` does not reach all that transformers loads with a processor; the hub's own switch does."""
     from unittest import mock
 
     from huggingface_hub import constants
@@ -108,9 +107,8 @@ class DataFacts:
 
 
 def processor_facts(processor: Any) -> TokenFacts | None:
-    """Returns ids and sizes of the processor in a directory, or of a hub name in this machine's cache; None if it is
-    neither (another's data set may hold a processor itself), or has no ``tokenizer.json``. Raises ConfigError: the file
-    cannot be read."""
+    """Ids and sizes of the processor in a directory, or of a hub name in the cache; None if it is neither (another's
+    data set may hold a processor itself), or has no ``tokenizer.json``. Raises ConfigError: it cannot be read."""
     if not isinstance(processor, str) or not processor:
         return None
     local = Path(processor).is_dir() or not is_hub_name(processor)

@@ -76,8 +76,7 @@ class RunSource(ABC):
 
     @abstractmethod
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
-        """Returns what `measure` runs, and the layout that determines its alignment. Raises ConfigError: the run has no
-        data set of ours to measure."""
+        """What `measure` runs, and the layout of its alignment. Raises ConfigError: the run has no data set of ours."""
 
     def measure(self, samples: int) -> None:
         """Measures this many samples of the data set, as the run reads them; the view then holds the results. Raises
@@ -125,9 +124,8 @@ class YamlRun(RunSource):
 def view_of_config(
     config: RunConfig, *, world_size: int | None = None, model_config: Path | None = None, data: DataFacts | None = None
 ) -> RunView:
-    """Returns the view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it, on ``world_size``
-    GPUs (None takes the smallest number that holds one replica). ``model_config`` is the model's ``config.json``, if
-    there is one."""
+    """The view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it, on ``world_size`` GPUs
+    (None takes the smallest number that holds one replica). ``model_config`` is the model's ``config.json``, if any."""
     packed, length = not config.training.enable_in_batch_packing, config.packing.seq_length
     view = RunView(
         **{"model_seq_length": length}
@@ -147,9 +145,8 @@ def view_of_config(
     )
     view = view.changed(is_gpt=not view.family or view.family.startswith(GPTS))
     forced = view.model_forces_sequence_parallel and view.tensor_parallel > 1
-    return view.changed(
-        world_size=world_size or view.smallest_world_size, sequence_parallel=view.sequence_parallel or forced
-    )
+    sequence = view.sequence_parallel or forced
+    return view.changed(world_size=world_size or view.smallest_world_size, sequence_parallel=sequence)
 
 
 @dataclass(kw_only=True)
@@ -323,9 +320,8 @@ def namespace_of(words: Sequence[str]) -> SimpleNamespace:
     sizes = ("tensor-model", "context", "pipeline-model", "expert-model")
     values |= dict.fromkeys((f"--{kind}-parallel-size" for kind in sizes), 1) | _parsed(words)
     args = SimpleNamespace(**{name[2:].replace("-", "_"): value for name, value in values.items()})
-    args.virtual_pipeline_model_parallel_size = (
-        args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
-    )
+    stages = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    args.virtual_pipeline_model_parallel_size = stages
     return args
 
 
@@ -348,8 +344,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Returns each name, with hyphens for underscores, and the words up to the next name; words before the first name
-    (a program) are left out."""
+    """Each name, with hyphens for underscores, and the words up to the next; those before the first are left out."""
     groups: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):
@@ -389,16 +384,15 @@ def run_source(
     model_configs: Path | None = None,
 ) -> RunSource:
     """Recognises what was ``given``: one name (a YAML file, a file of arguments, ``module:function``), or the arguments
-    themselves. ``overrides`` are ``section.key=value`` for our YAML, Hydra overrides for Bridge; ``step`` is the
-    forward step, for sources that do not hold it; ``model_configs`` a folder of ``NAME/config.json`` of models, used
-    instead of the hub if it has the model. Raises ConfigError: it cannot be read; UserError: Bridge is needed and
-    cannot be imported."""
+    themselves. ``overrides`` are ``section.key=value`` for our YAML, Hydra overrides for Bridge; ``step`` the forward
+    step, for sources without it; ``model_configs`` a folder of ``NAME/config.json`` of models, used instead of the hub
+    if it has the model. Raises ConfigError: it cannot be read; UserError: Bridge cannot be imported."""
     if not given:
         raise ConfigError("Nothing to validate: name a YAML file, a recipe module:function, or arguments after --.")
     name = given[0]
     if len(given) > 1 and not name.startswith("--"):
         raise ConfigError(f"One run at a time: {' '.join(given[:3])}. Megatron-LM arguments begin with --.")
-    path = Path(name)
+    path, of_run = Path(name), dict[str, Any](world_size=world_size, step=step)
     try:
         text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
     except OSError as error:
@@ -410,12 +404,12 @@ def run_source(
         if overrides:
             raise ConfigError("--set does not apply to Megatron-LM arguments; change the arguments.")
         if name.startswith("--"):
-            return ArgumentsRun(name="arguments", words=list(given), world_size=world_size, step=step)
+            return ArgumentsRun(name="arguments", words=list(given), **of_run)
         try:  # written as on a command line, with # comments and continued lines
             words = shlex.split(path.read_text(encoding="utf-8-sig").replace("\\\n", " "), comments=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as a list of arguments: {error}.") from error
-        return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)
+        return ArgumentsRun(name=name, words=words, **of_run)
     if _RECIPE.match(name) and not path.exists():
         container, kind = recipes.container_of_recipe(name, model_configs), "Bridge recipe"
     elif re.search(r"^_target_:", text, re.MULTILINE):
@@ -425,6 +419,4 @@ def run_source(
     else:
         sets = overrides if step is None else (*overrides, f"training.step={step}")
         return YamlRun(name=name, overrides=sets, world_size=world_size, model_configs=model_configs)
-    return ContainerRun(
-        name=name, kind=kind, overrides=overrides, world_size=world_size, step=step, container=container
-    )
+    return ContainerRun(name=name, kind=kind, overrides=overrides, container=container, **of_run)

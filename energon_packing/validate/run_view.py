@@ -40,10 +40,9 @@ OLD_NAMES = {
 
 
 def at[T](default: T, *, bridge: str = "", ours: str = "", argument: str | bool = "") -> T:
-    """A field of the view: its default where a source does not state it, and the places where sources do: its path in a
-    ``ConfigContainer`` (``final`` is the model's provider after its ``finalize()``) and in a `RunConfig`, and its
-    argument of Megatron-LM (True where it has Bridge's name). A path that ends in a dot goes on with the field's
-    name."""
+    """A field of the view: its default where no source states it, and the places where they do: its path in a
+    ``ConfigContainer`` (``final`` is the provider after its ``finalize()``) and in a `RunConfig`, and its argument of
+    Megatron-LM (True where it has Bridge's name). A path that ends in a dot goes on with the field's name."""
     return dataclasses.field(default=default, metadata={"bridge": bridge, "ours": ours, "argument": argument})
 
 
@@ -313,6 +312,11 @@ class RunView:
         return kinds if isinstance(kinds, tuple) else (kinds,)
 
     @property
+    def bridge_is_silent_on_loss(self) -> bool:
+        """Whether Bridge has no rule about the loss: at CP 1, and of data sets that escape its rules."""
+        return self.context_parallel == 1 or self.dataset_kind in ("gpt_pretraining", "provider")
+
+    @property
     def bridge_name(self) -> str:
         """The version of Bridge as findings name it."""
         return self.bridge_version or "0.6"
@@ -336,8 +340,7 @@ class RunView:
     def as_wide_as_its_samples(self) -> bool:
         """Whether a collator joins the samples of a micro-batch into a row without a fixed width. Bridge's
         ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
-        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the
-        setting."""
+        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads it."""
         elsewhere = self.enable_offline_packing or self.defer_in_batch_packing_to_step
         own_packer = self.dataset_kind != "packed_energon" and self.family.startswith("nemotronomni")
         return self.enable_in_batch_packing and not elsewhere and not own_packer

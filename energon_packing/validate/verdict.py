@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from energon_packing.validate.rules.native import TASK_ENCODER
+from energon_packing.validate.rules.packing import TASK_ENCODER
 from energon_packing.validate.rules.rule import Rule, rule_that_bridge_named
 from energon_packing.validate.run_view import RunView, installed_version
 
@@ -158,6 +158,9 @@ def equivalent_container(view: RunView) -> Any:
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from megatron.core.transformer.enums import CudaGraphModule
 
+    def same(*names: str) -> dict[str, Any]:
+        return {name: getattr(view, name) for name in names}
+
     tensor, pipeline = view.tensor_parallel, view.pipeline_parallel
     comm, sizes = view.cp_comm_type, view.hierarchical_context_parallel_sizes
     model = GPTModelProvider(
@@ -173,14 +176,12 @@ def equivalent_container(view: RunView) -> Any:
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=view.expert_parallel,
         expert_tensor_parallel_size=view.expert_tensor_parallel,
-        sequence_parallel=view.sequence_parallel,
         cp_comm_type=list(comm) if isinstance(comm, tuple) else comm,
         hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
-        calculate_per_token_loss=view.calculate_per_token_loss,
-        cuda_graph_impl=view.cuda_graph_impl,
         cuda_graph_modules=[CudaGraphModule[name] for name in view.cuda_graph_modules if not name.startswith("full")],
         # What 0.19 calls full_iteration; as a module name it is obsolete and not in CudaGraphModule.
         cuda_graph_scope=["full_iteration"] if "full_iteration" in view.cuda_graph_modules else None,
+        **same("sequence_parallel", "calculate_per_token_loss", "cuda_graph_impl"),
     )
     if view.packs_natively:  # Bridge reads these by name from any model, and only there
         model.mtp_num_layers = view.mtp_num_layers or None
@@ -188,28 +189,22 @@ def equivalent_container(view: RunView) -> Any:
         model.dist_train = SimpleNamespace(use_dist_train=view.dist_train, language_world_size=view.world_size)
     return bridge.ConfigContainer(
         train=bridge.TrainingConfig(
-            micro_batch_size=view.micro_batch_size,
-            global_batch_size=view.global_batch_size,
             train_iters=1 if view.num_epochs is None else None,
-            num_epochs=view.num_epochs,
+            **same("micro_batch_size", "global_batch_size", "num_epochs"),
         ),
-        validation=bridge.ValidationConfig(
-            eval_micro_batch_size=view.eval_micro_batch_size, eval_global_batch_size=view.eval_global_batch_size
-        ),
+        validation=bridge.ValidationConfig(**same("eval_micro_batch_size", "eval_global_batch_size")),
         model=model,
         optimizer=bridge.OptimizerConfig(),
         scheduler=bridge.SchedulerConfig(),
         ddp=bridge.DistributedDataParallelConfig(
-            average_in_collective=view.average_in_collective,
-            use_megatron_fsdp=view.megatron_fsdp,
-            disable_symmetric_registration=view.disable_symmetric_registration,
+            use_megatron_fsdp=view.megatron_fsdp, **same("average_in_collective", "disable_symmetric_registration")
         ),
         dist=bridge.DistributedInitConfig(eval_context_parallel_size=view.eval_context_parallel),
         dataset=_equivalent_dataset(view),
         logger=bridge.LoggerConfig(),
         tokenizer=TokenizerConfig(),
         checkpoint=bridge.CheckpointConfig(),
-        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=view.check_for_nan_in_loss),
+        rerun_state_machine=bridge.RerunStateMachineConfig(**same("check_for_nan_in_loss")),
     )
 
 
@@ -255,10 +250,8 @@ def _equivalent_dataset(view: RunView) -> Any:
 def _equivalent_task_encoder(settings: type) -> Any:
     """Stand-in settings for one of Bridge's task encoders; only their class is read."""
     values = {"str": "unused", "int": 1, "float": 1.0, "bool": False, "tuple[str, ...]": ("pixel_values",)}
-    needed = [entry for entry in dataclasses.fields(settings) if entry.default is dataclasses.MISSING]
-    return settings(
-        **{entry.name: values[getattr(entry.type, "__name__", str(entry.type))] for entry in needed if entry.init}
-    )
+    needed = [each for each in dataclasses.fields(settings) if each.default is dataclasses.MISSING and each.init]
+    return settings(**{each.name: values[getattr(each.type, "__name__", str(each.type))] for each in needed})
 
 
 def believed_world_size(size: int) -> contextlib.AbstractContextManager[Any]:

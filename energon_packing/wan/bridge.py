@@ -63,10 +63,8 @@ class PackedWanDatasetConfig(PackProvider):
 
     def check_fields(self) -> None:
         if self.micro_batch_size != 1:
-            raise ConfigError(
-                f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
-                "must be 1. Raise seq_length instead."
-            )
+            why = "a pack of clips is a whole micro-batch, so it must be 1. Raise seq_length instead."
+            raise ConfigError(f"dataset.micro_batch_size is {self.micro_batch_size}; {why}")
         if self.trust_remote_code:
             why = "but clips run no code from a model's folder"
             raise ConfigError(f"dataset.trust_remote_code is true, {why}; leave it out.")
@@ -76,10 +74,9 @@ class PackedWanDatasetConfig(PackProvider):
         the rows, or its step would train on them wrongly."""
         model = container.model
         if not hasattr(model, "patch_spatial"):
-            raise ConfigError(
-                f"The model is a {type(model).__name__}, but PackedWanDatasetConfig makes rows of clips for Wan; use "
-                "PackedEnergonDatasetConfig for conversations."
-            )
+            fix = "use PackedEnergonDatasetConfig for conversations."
+            why = f"PackedWanDatasetConfig makes rows of clips for Wan; {fix}"
+            raise ConfigError(f"The model is a {type(model).__name__}, but {why}")
         patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
         for name, here, words, there in (
             ("patch", tuple(self.encoder.patch), "patch_temporal and patch_spatial make", patch),

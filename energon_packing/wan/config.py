@@ -62,8 +62,7 @@ class TextToVideoConfig:
     takes every frame, as Bridge's preparation does."""
     max_frames: int = setting(81, least=1)
     longer: Longer = "middle"
-    """Which frames are taken from a longer clip: those in its ``middle``, or ``spread`` over the whole clip, which then
-    plays faster."""
+    """Frames of a longer clip: those in its ``middle``, or ``spread`` over all of it, which then plays faster."""
     max_pixels: int = setting(832 * 480, least=1)
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
     frame_size: tuple[int, ...] | None = setting(None, newer=True)
@@ -83,10 +82,8 @@ class TextToVideoConfig:
             raise ConfigError(f"encoder.frame_size is {list(self.frame_size)}; name a height and a width.")
         check_bounds("encoder", self)
         if self.compat != "none" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
-            raise ConfigError(
-                f"encoder.max_text_tokens is {self.max_text_tokens}; with compat={self.compat} texts are padded to "
-                f"{BRIDGE_TEXT_LENGTH}, so it must not exceed that."
-            )
+            why = f"with compat={self.compat} texts are padded to {BRIDGE_TEXT_LENGTH}, so it must not exceed that."
+            raise ConfigError(f"encoder.max_text_tokens is {self.max_text_tokens}; {why}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,10 +134,9 @@ class TextToVideoRunConfig:
 
     def __post_init__(self) -> None:
         if self.encoder.device != "cpu" and self.data.workers > 0:
-            raise ConfigError(
-                f"encoder.device is {self.encoder.device!r} with data.workers={self.data.workers}: forked loader "
-                "processes cannot use it. Set data.workers to 0, or store latents and embeddings beforehand."
-            )
+            fix = "Set data.workers to 0, or store latents and embeddings beforehand."
+            held = f"encoder.device is {self.encoder.device!r} with data.workers={self.data.workers}"
+            raise ConfigError(f"{held}: forked loader processes cannot use it. {fix}")
         if self.parallel.is_dynamic:
             raise ConfigError("parallel.context_parallel is dynamic, but rows of clips have one size; set a number.")
         check_multiple("packing.seq_length", self.packing.seq_length, self.multiple)

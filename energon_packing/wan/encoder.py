@@ -87,10 +87,8 @@ class WanLatentEncoder:
         vae = self._vae
         pixels = frames.to(self._device).permute(3, 0, 1, 2)[None].to(vae.dtype) / 127.5 - 1.0
         latents = vae.encode(pixels).latent_dist.mode()[0].float()
-        mean, deviation = (
-            torch.tensor(values, device=latents.device)[:, None, None, None]
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        stated = vae.config.latents_mean, vae.config.latents_std
+        mean, deviation = (torch.tensor(each, device=latents.device)[:, None, None, None] for each in stated)
         # A copy, because later stages could not write to an inference tensor.
         return ((latents - mean) / deviation).cpu().clone()
 
@@ -170,9 +168,8 @@ class T5CaptionEncoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipPlan:
-    """One clip as the latent encoder will see it: height and width, in pixels, after resizing and cropping, and the
-    frames, int64 ``[n]``, ascending, counted from the first one shown; numbers repeat if the clip has fewer frames per
-    second than requested."""
+    """A clip as the latent encoder sees it: height and width, in pixels, after resizing and cropping, and the frames,
+    int64 ``[n]``, ascending, from the first shown; numbers repeat where it has fewer per second than requested."""
 
     frame_indices: np.ndarray
     height: int
@@ -230,10 +227,8 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
     scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     sides = [math.floor(side * scale / of) * of for side, of in zip((height, width), multiples, strict=True)]
     if 0 in sides:
-        raise SampleRejected(
-            "too_small",
-            f"frames of {width}x{height} pixels are smaller than {multiples[1]}x{multiples[0]} at {max_pixels=}",
-        )
+        small = f"smaller than {multiples[1]}x{multiples[0]} at {max_pixels=}"
+        raise SampleRejected("too_small", f"frames of {width}x{height} pixels are {small}")
     return sides[0], sides[1]
 
 
@@ -277,8 +272,7 @@ class MeasuredClip:
 class TextToVideoEncoder:
     """Measures and renders text-to-video samples. Without a ``latent_encoder``, for records with a video, one is made
     from ``config.vae`` if that is set; without a ``caption_encoder``, for records without stored embeddings, one from
-    ``config.text_encoder``. Raises ConfigError: a model cannot be used, or its latents or embeddings are not of the
-    configured width."""
+    ``config.text_encoder``. Raises ConfigError: a model cannot be used, or makes another width than configured."""
 
     def __init__(
         self,
@@ -296,10 +290,8 @@ class TextToVideoEncoder:
             ("latent_channels", latent_encoder, latent_encoder and latent_encoder.channels),
             ("text_width", caption_encoder, caption_encoder and caption_encoder.width),
         ):
-            if model is not None and own != getattr(config, setting):
-                raise ConfigError(
-                    f"encoder.{setting} is {getattr(config, setting)}, but {model.name} has {own}; set it to that."
-                )
+            if model is not None and own != (set_to := getattr(config, setting)):
+                raise ConfigError(f"encoder.{setting} is {set_to}, but {model.name} has {own}; set it to that.")
         self.latent_encoder, self.caption_encoder = latent_encoder, caption_encoder
         self._decoding = DecodingProcess(self._frames, config.decode_seconds)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
@@ -396,10 +388,8 @@ class TextToVideoEncoder:
                 raise SampleRejected("over_limit", f"{rows} text embeddings, over encoder.max_text_tokens={limit}")
             return rows, None, ()
         if self.caption_encoder is None:
-            raise ConfigError(
-                "The data has captions without embeddings; name their encoder in encoder.text_encoder, or store "
-                "embeddings."
-            )
+            fix = "name their encoder in encoder.text_encoder, or store embeddings."
+            raise ConfigError(f"The data has captions without embeddings; {fix}")
         assert sample.caption is not None
         token_ids, whole = self.caption_encoder.tokenize(sample.caption, limit)
         if not 0 < len(token_ids) <= limit:
@@ -411,10 +401,8 @@ class TextToVideoEncoder:
         suffix, names = stored.name.rsplit(".", 1)[-1], (stored.tensor,) if stored.tensor else ()
         tensor = read_tensor(_read(stored.name, read), suffix, names)
         if tuple(tensor.shape) not in (stored.shape, (1, *stored.shape)):
-            raise SampleRejected(
-                "media_changed",
-                f"{stored.name!r} has shape {list(tensor.shape)}, but {list(stored.shape)} was measured",
-            )
+            detail = f"{stored.name!r} has shape {list(tensor.shape)}, but {list(stored.shape)} was measured"
+            raise SampleRejected("media_changed", detail)
         return tensor.reshape(stored.shape).float()
 
     def _encoded(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> torch.Tensor:
@@ -438,10 +426,8 @@ class TextToVideoEncoder:
             raise SampleRejected(error.reason, f"{video.kind} {video.name!r}: {error.detail}") from error
         height, width = frames.shape[-2:]
         if (width, height) != (video.width, video.height):
-            raise SampleRejected(
-                "media_changed",
-                f"{video.kind} {video.name!r} is {width}x{height}, but {video.width}x{video.height} was measured",
-            )
+            sizes = f"is {width}x{height}, but {video.width}x{video.height} was measured"
+            raise SampleRejected("media_changed", f"{video.kind} {video.name!r} {sizes}")
         return {"frames": resize_frames(frames, plan.height, plan.width)}
 
     def _embedded(self, measured: MeasuredClip) -> torch.Tensor:

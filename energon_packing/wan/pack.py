@@ -106,9 +106,8 @@ _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_pad
 
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
-    """Returns positions of clips in an order in which neither attention hides its padding; if possible the given one.
-    ``patches`` and ``text_tokens`` are those of each clip; both are padded to a multiple of ``multiple``, clip by
-    clip."""
+    """Positions of clips in an order in which neither attention hides its padding; if possible the given one.
+    ``patches`` and ``text_tokens`` are those of each clip; both are padded to a ``multiple``, clip by clip."""
     order = list(range(len(patches)))
     if len(order) > 1 and _hidden(patches, text_tokens, multiple):
         order[-2:] = reversed(order[-2:])
@@ -215,10 +214,8 @@ def _checked_grid(sample: WanSample, compat: Compat, patch: tuple[int, ...]) -> 
         elif compat == "bridge" and name == "latent" and size > BRIDGE_LARGEST_LATENT:
             wrong = f"its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
     if compat != "none" and len(text) > BRIDGE_TEXT_LENGTH:
-        wrong = wrong or (
-            f"its text has {len(text)} tokens, more than the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, "
-            "or pack with compat='none'"
-        )
+        most = f"the {BRIDGE_TEXT_LENGTH} of Bridge's data path; shorten it, or pack with compat='none'"
+        wrong = wrong or f"its text has {len(text)} tokens, more than {most}"
     if wrong:
         raise PackingError(f"sample {sample.key}: {wrong}")
     try:

@@ -98,8 +98,7 @@ class StoredClips:
 
     @classmethod
     def from_bytes(cls, buffer: memoryview) -> StoredClips:
-        """Returns a pack from its record; tensors are views of the buffer. Raises DamagedBytes: the bytes are no pack
-        of clips."""
+        """A pack from its record; tensors are views of the buffer. Raises DamagedBytes: they are no pack of clips."""
         values, arrays = from_bytes(buffer)
         with damaged("it is no stored pack of clips"):
             return cls(samples=tuple(_clip(at, each, arrays) for at, each in enumerate(values["clips"])))

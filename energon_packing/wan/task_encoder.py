@@ -127,9 +127,8 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
                 self._check_size(measured)
             except Exception as error:
                 problem = Problem.of(error)
-        return MeasuredClipSample.derive_from(
-            sample, measured=None if problem else measured, store=sample.store, problem=problem
-        )
+        measured = None if problem else measured
+        return MeasuredClipSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
 
     @stateless
     def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:

@@ -124,9 +124,8 @@ def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
     if not isinstance(descr, str) or descr[1:] not in _NPY_DTYPES or descr[:1] not in ("<", ">"):
         detail = f"it holds {str(descr)[:40]!r}, expected floating-point numbers (bfloat16: use safetensors)"
         raise SampleRejected("wrong_dtype", detail)
-    return _check_length(
-        TensorInfo("", _sides(shape), _NPY_DTYPES[descr[1:]], stream.tell(), descr[0], bool(fortran)), size
-    )
+    info = TensorInfo("", _sides(shape), _NPY_DTYPES[descr[1:]], stream.tell(), descr[0], bool(fortran))
+    return _check_length(info, size)
 
 
 def _sides(shape: Any) -> tuple[int, ...]:
@@ -170,9 +169,8 @@ def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
     entries = archive.infolist()
     packed = any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries)
     if packed or sum(entry.file_size for entry in entries) > size:
-        raise _corrupt(
-            "the parts of its zip are compressed, which torch never does, or said to be larger than the file"
-        )
+        why = "compressed, which torch never does, or said to be larger than the file"
+        raise _corrupt(f"the parts of its zip are {why}")
     try:
         damaged = archive.testzip()
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:

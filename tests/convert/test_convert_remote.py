@@ -220,13 +220,82 @@ def test_a_conversion_that_was_stored_in_part_is_completed_and_what_is_missing_i
         with pytest.raises(UserError, match=rf"complete in .*, but --out {out} cannot be written: the line is dead"):
             converted("msc://bucket/part", out=out)
     (bucket / "parted/text/train-000001.tar").rename(bucket / "moved.tar")
-    with pytest.raises(UserError, match=rf"--out {out} lacks text/train-000001.tar; start again without --resume"):
+    with pytest.raises(UserError, match=rf"--out {out} lacks text/train-000001.tar as it was sent; start"):
         converted("msc://bucket/part", out=out, resume=True)
     (bucket / "moved.tar").rename(bucket / "parted/text/train-000001.tar")
     converted("msc://bucket/part", out=out, resume=True)
     found = contents(bucket / "parted")
     converted("msc://bucket/part", out="msc://bucket/whole")
     assert alike(found) == alike(contents(bucket / "whole"))
+
+
+class Killed(BaseException):
+    """A process that ends."""
+
+
+def kept_in(source: Path, out: Path) -> bool:
+    """Whether a data set is complete and has the texts of a source."""
+    tars = b"".join(tar.read_bytes() for tar in out.rglob("*.tar"))
+    texts = [record["conversations"][0]["value"] for record in map(json.loads, source.read_text().splitlines())]
+    names = {"conversion.json", "dataset.yaml"} - {path.name for path in out.iterdir()}
+    return not names and MARK not in os.listdir(out) and all(text.encode() in tars for text in texts)
+
+
+@pytest.mark.parametrize("when", ["another node", "this node", "old shards"])
+def test_conversions_to_one_address_never_make_a_data_set_of_each_others_shards(
+    bucket: Path, tmp_path: Path, monkeypatch: Any, when: str
+) -> None:
+    name = when.replace(" ", "-")
+    one = write_lines(tmp_path / "one.jsonl", [sharegpt(f"k{n}", f"alpha {n}") for n in range(30)])
+    two = write_lines(tmp_path / "two.jsonl", [sharegpt(f"k{n}", f"gamma {n}") for n in range(30)])
+    few = write_lines(tmp_path / "few.jsonl", [sharegpt("k", "beta")])
+    out, place = f"msc://bucket/{name}", bucket / name
+    original = {"store": remote_files.store, "remove": remote_files.remove}
+
+    def killed(what: str, at: str, *sources: Path, **options: Any) -> None:
+        def step(*given: Any) -> None:
+            if given[-1].endswith(at):
+                raise Killed
+            original[what](*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"energon_packing.convert.workspace.{what}", step)
+            with pytest.raises(Killed):
+                converted(*sources, out=out, **options)
+
+    if when == "another node":
+        killed("store", "dataset.yaml", one)
+        with monkeypatch.context() as patch:
+            (tmp_path / "node").mkdir()
+            patch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+            converted(two, out=out, overwrite=True)
+        with pytest.raises(UserError, match=rf"--out {out} lacks text/train-0.* as it was sent; start again without"):
+            converted(one, out=out, overwrite=True, resume=True)
+        assert kept_in(two, place)
+        converted(one, out=out, overwrite=True)
+    elif when == "this node":
+
+        def step(file: Path, address: str) -> None:
+            if address.endswith("conversion.json"):
+                with pytest.raises(UserError, match=f"another conversion is writing to {out}; wait for it"):
+                    converted(two, out=out, overwrite=True)
+            original["store"](file, address)
+
+        monkeypatch.setattr("energon_packing.convert.workspace.store", step)
+        converted(one, out=out)
+    else:
+        converted(two, out=out)
+        killed("remove", ".tar", few, overwrite=True)
+        assert not converted(few, out=out, resume=True).skipped
+        assert len(list(place.rglob("*.tar"))) == 1
+        assert kept_in(few, place)
+        return
+    assert kept_in(one, place)
+
+
+def test_a_file_of_this_machine_that_vanished_is_no_missing_bucket(bucket: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"):
+        remote_files.store(tmp_path / "gone", "msc://bucket/gone")
 
 
 def test_what_fails_in_passing_is_read_again_and_an_outage_ends_the_conversion(

@@ -82,7 +82,7 @@ BAND_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/planner.py",
-                "                made.clear()\n",
+                "        if not self._parts:\n            self.clear()\n",
                 "                made._out.mkdir(exist_ok=True)\n",
             ),
         ),

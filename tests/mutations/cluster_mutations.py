@@ -134,6 +134,6 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         name="the last step ends with 0 although shards are missing",
         test=ASIDE + "test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_process[polylithic]",
         oracle="the list of what is missing",
-        edits=(("offline/slurm.py", "{words} && [ ! -s {missing} ]", "{words}"),),
+        edits=(("offline/shared_work.py", "{words} && [ ! -s {missing} ]", "{words}"),),
     ),
 )

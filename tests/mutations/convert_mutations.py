@@ -707,7 +707,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the reader's file",
         edits=(
             (
-                "convert/reader.py",
+                "convert/config.py",
                 '{"reader": name, "reader_code": hashlib.sha256(code).hexdigest()[:16]}',
                 '{"reader": name}',
             ),

@@ -304,7 +304,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         test=STEP + "test_second_predicted_tokens_are_refused_exactly_where_bridges_step_gives_the_model_no_loss_mask"
         "[gpt-Qwen3MoE]",
         oracle="what Bridge's step calls the model with",
-        edits=(("validate/rules/losses.py", "if view.goes_through_gpt_step", "if False"),),
+        edits=(("validate/rules/steps.py", "if view.goes_through_gpt_step:", "if False:"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -312,7 +312,7 @@ MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
         name="second tokens are weighed by each rank's own counts",
         test=RULES + "test_several_predicted_tokens_are_judged_by_what_the_installed_step_and_layout_do",
         oracle="Megatron-Core's loss of them on two ranks (test_bridge_parity.py)",
-        edits=(("validate/rules/losses.py", "    elif view.wide:", "    elif False:"),),
+        edits=(("validate/rules/steps.py", "    elif view.wide:", "    elif False:"),),
     ),
     Mutation(
         trap=182,

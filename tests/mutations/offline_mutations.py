@@ -302,7 +302,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="verify counts the samples of a pack, and does not compare them with the plan",
         test=DIFFERS,
         oracle="a shard whose samples changed places",
-        edits=(("offline/verify.py", "    if names != expected:\n", "    if len(names) != len(expected):\n"),),
+        edits=(("offline/plan.py", "if names != expected:", "if len(names) != len(expected):"),),
     ),
     Mutation(
         trap=61,
@@ -695,7 +695,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_packed_loader.py::"
         "test_media_that_changed_since_they_were_measured_end_the_run_by_name[polylithic-plan-0]",
         oracle="the bytes of the shards",
-        edits=(("offline/packs.py", "if not has_state(now, before):", "if False:"),),
+        edits=(("offline/packs.py", "if not is_same(now, before):", "if False:"),),
     ),
     Mutation(
         trap=216,

@@ -291,8 +291,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/source.py",
-                "            return metadata_text(root, file.name)",
-                "            check_there([str(root)])\n            return metadata_text(root, file.name)",
+                "            return meta_text(root, file.name)",
+                "            check_there([str(root)])\n            return meta_text(root, file.name)",
             ),
         ),
     ),

@@ -75,8 +75,8 @@ STORE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/workspace.py",
-                "            if missing := shards - files.keys() - {name for name, _ in listed(self._address)}:\n",
-                "            if missing := shards - shards:\n",
+                "            if lost := self._lost(shards - files.keys()):\n",
+                "            if lost := shards - shards:\n",
             ),
         ),
     ),
@@ -102,7 +102,7 @@ STORE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 FILES,
-                'return str(path) if address is None else _USER.sub("://...@", address)',
+                'return str(path) if address is None else _SIGNED.sub("?...", _USER.sub("://...@", address))',
                 "return address or str(path)",
             ),
         ),

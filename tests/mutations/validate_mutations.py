@@ -212,7 +212,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a schedule that is overridden is not told",
         test=SCHEDULE,
         oracle="Bridge's own computation of the steps",
-        edits=(("validate/rules/losses.py", "if 2 * decay < run:", "if 2 * decay > run:"),),
+        edits=(("validate/rules/steps.py", "if 2 * decay < run:", "if 2 * decay > run:"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -450,7 +450,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a model is known by its class alone, which Qwen3-Next shares with every GPT",
         test=PAGE + "test_a_recipe_that_opts_out_of_packing_is_refused_if_it_packs[qwen3_next_80b_a3b_sft_config]",
         oracle="Bridge's recipe",
-        edits=(("validate/recipes.py", "            or _opted_out(container)\n", ""),),
+        edits=(("validate/recipes.py", " or _opted_out(container)", ""),),
     ),
     Mutation(
         trap=117,

@@ -17,6 +17,7 @@ pytest.importorskip("moto", reason="scripts/requirements/4-project.txt")
 pytest.importorskip("boto3", reason="scripts/requirements/4-project.txt")
 
 import multistorageclient
+from botocore.exceptions import ClientError
 from click.testing import CliRunner
 from support.object_store import BUCKET, object_store
 from test_planned_loader import digests
@@ -228,6 +229,45 @@ def test_no_file_or_message_has_a_password(served, dataset, run_of, tmp_path, ca
     assert secret not in out + err
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/da@ta", "msc://p/x:y@z", "gs://a/b #1?.json", "s3://a/l=?/b=*/c"])
+def test_an_address_without_secrets_is_shown_as_it_is(address):
+    remote_files.check_remote("--out", address)
+    assert remote_files.shown(Path(address)) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://AKIA4:se/cr+et@bucket/x",
+        "s3://AKIA4:se?cr#et@bucket/x/y@z",
+        "s3://secret@bucket",
+        "https://h/x.parquet?X-Amz-Date=2&X-Amz-Signature=secret",
+        "msc://p/x?sv=1/2&sig=secret",
+    ],
+)
+@pytest.mark.usefixtures("served")
+def test_no_message_repeats_a_key_or_a_signature(address):
+    for arguments in (["verify"], ["stats"], ["plan", "--out", "p.parquet"], ["convert", "--out", "p"]):
+        done = CliRunner().invoke(cli, [*arguments, address])
+        assert done.exit_code == 2
+        assert not re.search("secret|se.cr.et", done.output), done.output
+        assert "..." in done.output
+
+
+def test_an_error_of_a_file_that_is_called_416_is_not_its_end(served, tmp_path, monkeypatch):
+    (file := tmp_path / "part-416").write_bytes(b"some")
+    remote_files.store(file, target := f"{os.path.dirname(served[1])}/part-416")
+    assert remote_files.read_range(target, 4, 4) == b""
+    client = type(multistorageclient.resolve_storage_client(target)[0])
+
+    def read(self, path, *_):
+        raise RuntimeError(f"Failed to GET {path}: AccessDenied") from ValueError()
+
+    monkeypatch.setattr(client, "read", read)
+    with pytest.raises(OSError, match="AccessDenied"):
+        remote_files.read_range(target, 0, 4)
+
+
 @pytest.mark.usefixtures("served")
 def test_a_bucket_that_is_missing_and_a_typo_are_one_sentence(dataset, run_of, tmp_path, monkeypatch):
     config = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
@@ -276,15 +316,36 @@ def test_a_plan_and_its_first_pack_are_opened_with_five_requests_at_most(served,
     assert store.asked <= 5
 
 
-def test_an_upload_that_was_broken_off_is_named(served, dataset, run_of, tmp_path):
+def test_an_upload_that_was_broken_off_is_named(served, dataset, run_of, monkeypatch):
     _, address = served
     made(run_of(dataset), dataset, out := beside(address, "broken"))
     client, _ = multistorageclient.resolve_storage_client(address)
     s3 = client._storage_provider._s3_client
-    begun = s3.create_multipart_upload(Bucket=BUCKET, Key="broken/named/shard-00099.bin")
-    assert "an upload of broken/named/shard-00099.bin was begun and broken off" in said_of(out / "named")
+    keys = ["broken/named-other/shard-00000.bin", *(f"broken/named/shard-0009{number}.bin" for number in (8, 9))]
+    begun = [(key, s3.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]) for key in keys]
+    answer, refused = s3._make_api_call, False
+
+    def one_a_page(operation, arguments):
+        if operation != "ListMultipartUploads":
+            return answer(operation, arguments)
+        if refused:
+            raise ClientError({"ResponseMetadata": {"HTTPStatusCode": 501}}, operation)
+        at = int(arguments.pop("KeyMarker", None) or 0)
+        arguments.pop("UploadIdMarker", None)
+        found = (every := answer(operation, arguments)).get("Uploads", [])
+        more = {"IsTruncated": at + 1 < len(found), "NextKeyMarker": str(at + 1), "NextUploadIdMarker": "it"}
+        return {**every, **more, "Uploads": found[at : at + 1]}
+
+    monkeypatch.setattr(s3, "_make_api_call", one_a_page)
+    said = said_of(out / "named")
+    assert all(f"an upload of {key} was begun and broken off" in said for key in keys[1:])
+    assert "other" not in said
     assert not said_of(out / "copied")
-    s3.abort_multipart_upload(Bucket=BUCKET, Key="broken/named/shard-00099.bin", UploadId=begun["UploadId"])
+    refused = True
+    assert not said_of(out / "named")  # some stores do not tell
+    refused = False
+    for key, upload in begun:
+        s3.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=upload)
     assert not said_of(out / "named")
 
 

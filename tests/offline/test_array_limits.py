@@ -45,7 +45,7 @@ def test_every_number_is_that_of_pack_limits(rows: list[tuple[int, int, int, int
     hidden = [limits.lone_room and hides_padding(row.segment_lengths, limits.multiple) for row in each]
     assert limits.masked_units(sizes).tolist() == hidden == [limits.masked_units(row) for row in each]
     assert array_limits.holds(limits, sizes).tolist() == [limits.holds(row) for row in each]
-    found = {name: cost.tolist() for name, cost in array_limits.costs(limits, sizes).items()}
+    found = {name: cost.tolist() for name, cost in sizes.costs(limits).items()}
     assert found == limits.costs(each)
     if limits.cost is not None:
         assert found["cost"] == [pack_cost(row.segment_lengths, patches=row.patches) for row in each]
@@ -59,5 +59,5 @@ def test_lengths_of_millions_of_tokens_do_not_overflow() -> None:
         patches=np.array([2**40], np.int64),
     )
     limits = PackLimits(tokens=2**33, multiple=8, cost=1e12)
-    assert array_limits.costs(limits, sizes)["cost"].tolist() == limits.costs([sizes.at(0)])["cost"]
+    assert sizes.costs(limits)["cost"].tolist() == limits.costs([sizes.at(0)])["cost"]
     assert int(limits.length_units(sizes)[0]) == limits.length_units(sizes.at(0))

@@ -10,7 +10,6 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from forking_python import quick_python
@@ -22,7 +21,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config.run import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import StoreAway, UserError
-from energon_packing.offline import planner
+from energon_packing.offline import files, planner
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.plan import Plan
@@ -68,7 +67,7 @@ def test_a_storage_that_pauses_changes_no_pack_and_one_that_stays_away_is_a_sent
     ("kind", "place"),
     [
         ("plan", (Path, "stat")),
-        ("plan", (pq, "ParquetFile")),
+        ("plan", (files, "ParquetFile")),
         ("packs", (Path, "stat")),
         ("packs", (Path, "open")),
     ],

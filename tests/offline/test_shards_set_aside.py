@@ -27,8 +27,7 @@ from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.shared_work import SharedConfig, _listed, work_shared
-from energon_packing.offline.slurm import write_job
+from energon_packing.offline.shared_work import SharedConfig, _listed, work_shared, write_job
 from energon_packing.offline.source import source_parts
 from energon_packing.offline.verify import ShardVerifier, VerifyConfig, verify
 

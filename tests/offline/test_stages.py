@@ -217,3 +217,83 @@ def test_a_sample_that_was_trained_and_is_not_in_the_index_is_named(
     planned(index, tmp_path / "old.parquet")
     with pytest.raises(UserError, match=r"pack \d+ .* is not in the index"):
         planned(without_c, tmp_path / "new.parquet", extend=tmp_path / "old.parquet", first=60)
+
+
+def test_an_extended_plan_may_go_on_from_bands_and_from_epochs_to_stages_and_back(
+    index: Path, without_c: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energon_packing.offline.bands.BAND", 200)
+    old = planned(without_c, tmp_path / "old.parquet")
+    assert old.facts.parts
+    extended = {"extend": tmp_path / "old.parquet", "first": len(old) // 2}
+    kept = occurrences(old, old.packs(0, len(old) // 2))
+    plain = planned(index, tmp_path / "plain.parquet", **extended)
+    assert {*occurrences(plain, every(plain)).values()} == {1}
+    staged = planned(index, tmp_path / "staged.parquet", stages=STAGES, weights_by="tokens", **extended)
+    assert occurrences(staged, staged.packs(0, len(old) // 2)) == kept
+    assert staged.facts.unfinished
+    monkeypatch.undo()
+    extended = {"extend": tmp_path / "staged.parquet", "first": len(old) // 2}
+    back = planned(index, tmp_path / "back.parquet", **extended)
+    assert {*occurrences(back, every(back)).values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("plan", "share", "told"),
+    [
+        ({"datasets": {"a": {"weight": 2}, "b": {"weight": 1}}}, 0.5, "a|b|c"),
+        ({"epochs": 2, "datasets": {"b": {"epochs": 0.5}}}, 0.25, None),
+        ({"epochs": 2}, 0.5, None),
+    ],
+)
+def test_an_extended_plan_that_ends_in_the_middle_of_a_data_set_says_so(
+    index: Path, without_c: Path, tmp_path: Path, plan: dict[str, Any], share: float, told: str | None
+) -> None:
+    """Begun again, it would never give the rest."""
+    old = planned(without_c, tmp_path / "old.parquet", **plan)
+    weighted = "weight" in plan.get("datasets", {}).get("a", {})
+    plan = plan | ({"datasets": plan["datasets"] | {"c": {"weight": 1}}} if weighted else {})
+    new = planned(index, tmp_path / "new.parquet", extend=old.path, first=int(len(old) * share), **plan)
+    times = occurrences(new, every(new))
+    even = all(len({times[name, shard, row] for shard, count in ((0, SHAPES[name][0] - 100), (1, 100))
+                    for row in range(count)}) == 1 for name in SHAPES)  # fmt: skip
+    assert (new.facts.unfinished is None) == even == (told is None)
+    if told is not None:
+        assert "--extend" in (too_short(new) or "")
+
+
+def test_nothing_is_planned_where_the_kept_packs_have_all_epochs(index: Path, without_c: Path, tmp_path: Path) -> None:
+    old = planned(without_c, tmp_path / "old.parquet", epochs=3)
+    for first, epochs in ((len(old), 3), (old.facts.epoch_ends[1], 2), (old.facts.epoch_ends[0] + 2, 1)):
+        with pytest.raises(UserError, match="have all epochs"):
+            planned(index, tmp_path / "new.parquet", extend=old.path, first=first, epochs=epochs)
+    planned(index, tmp_path / "new.parquet", extend=old.path, first=len(old), epochs=4)
+
+
+def test_samples_that_were_left_out_come_once_in_each_epoch_that_is_left(tmp_path: Path) -> None:
+    """As where a shard that was set aside could be measured at last."""
+    rows = drawn_rows(120)
+    bad = [each | {"reason": "set_aside", "detail": "nobody could measure it"} for each in drawn_rows(40, seed=2)]
+    before = made_index(tmp_path / "before", {"a": [rows, bad]})
+    old = planned(before, tmp_path / "old.parquet", epochs=6)
+    after = made_index(tmp_path / "after", {"a": [rows, drawn_rows(40, seed=2)]})
+    new = planned(after, tmp_path / "new.parquet", extend=old.path, first=old.facts.epoch_ends[3], epochs=6)
+    times = occurrences(new, every(new))
+    assert {count for (_, shard, _), count in times.items() if shard == 0} == {6}
+    assert {count for (_, shard, _), count in times.items() if shard == 1} == {2}
+
+
+@pytest.mark.parametrize(
+    ("more", "less"), [({"epochs": 4}, {"epochs": 2}), ({"stages": STAGES}, {"stages": STAGES[:2]})]
+)
+@pytest.mark.parametrize("band", [150, 600, 1 << 22])
+def test_a_longer_plan_begins_with_the_packs_of_a_shorter_one_however_many_bands_they_have(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, band: int, more: dict[str, Any], less: dict[str, Any]
+) -> None:
+    """`too_short` says that a state goes on with it."""
+    monkeypatch.setattr("energon_packing.offline.bands.BAND", band)
+    weights = {} if "stages" in more else {"datasets": {"a": {"weight": 3}, "b": {"weight": 1}, "c": {"weight": 1}}}
+    short, long = (
+        planned(index, tmp_path / f"{len(it)}.parquet", **weights, **it) for it in (less, more | {"seed": 0})
+    )
+    assert every(short) == long.packs(0, len(short))

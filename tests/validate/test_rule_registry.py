@@ -43,7 +43,7 @@ def _even(view):
 def test_all_rules_are_there_whatever_module_is_imported_first() -> None:
     """A module of rules that is imported first was taken for one without rules."""
     program = (
-        "import energon_packing.validate.rules.native\n"
+        "import energon_packing.validate.rules.packing\n"
         "from energon_packing.validate.rules.rule import all_rules\n"
         "print(len(all_rules()))\n"
     )

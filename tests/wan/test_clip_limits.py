@@ -43,7 +43,7 @@ def test_every_number_of_clips_is_that_of_clip_limits(rows: list[tuple[int, int]
     assert limits.masked_units(sizes).tolist() == [limits.masked_units(row) for row in each]
     assert limits.too_long(sizes).tolist() == [limits.too_long(row) for row in each]
     assert array_limits.holds(limits, sizes).tolist() == [limits.holds(row) for row in each]
-    found = {name: cost.tolist() for name, cost in array_limits.costs(limits, sizes).items()}
+    found = {name: cost.tolist() for name, cost in sizes.costs(limits).items()}
     assert found == limits.costs(each)
 
 

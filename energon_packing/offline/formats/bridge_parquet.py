@@ -25,13 +25,8 @@ from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.remote_files import remote_address
 from energon_packing.thd.rows import unpack
 
-SCHEMA = pa.schema(
-    [
-        pa.field("input_ids", pa.list_(pa.int32())),
-        pa.field("loss_mask", pa.list_(pa.int8())),
-        pa.field("seq_start_id", pa.list_(pa.int32())),
-    ]
-)
+_INTS = pa.list_(pa.int32())
+SCHEMA = pa.schema({"input_ids": _INTS, "loss_mask": pa.list_(pa.int8()), "seq_start_id": _INTS})
 
 METADATA = "metadata.json"
 """What ``packed_metadata_path`` of Bridge's ``PackedSequenceSpecs`` names, which ``pad_cu_seqlens`` needs."""
@@ -130,10 +125,8 @@ class BridgeParquet(PackFormat):
             if part.get("position_start"):
                 raise UserError(f"sample {key} does not count positions from 0, as Bridge's packed Parquet does.")
             if bool(((weights != 0) & (ids == self._end)).any()):
-                raise UserError(
-                    f"sample {key} learns the token after an end of text, which Bridge masks; set "
-                    "encoder.train_line_break to never if it is a line break."
-                )
+                fix = "set encoder.train_line_break to never if it is a line break"
+                raise UserError(f"sample {key} learns the token after an end of text, which Bridge masks; {fix}.")
             padding = -(len(ids) - 1) % self._multiple
             row["seq_start_id"].append(len(row["input_ids"]))
             row["input_ids"] += [*ids.tolist(), *[self._end] * padding]

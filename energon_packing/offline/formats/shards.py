@@ -99,9 +99,8 @@ class ShardPacker(PackFormat):
                     {name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}
                 ):
                     told = f"{packed!r}, now it would be {asked!r}" if len(repr(packed)) < 200 else "another"
-                    raise UserError(
-                        f"{place} holds other packs: {inner} is {told}; choose another --out, or delete the directory"
-                    )
+                    what = f"{place} holds other packs: {inner} is {told}"
+                    raise UserError(f"{what}; choose another --out, or delete the directory")
             # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
             # digest of its rows, which are not compared: there may be a thousand commands.
             if read_facts(out / PLAN_FILE) != facts:
@@ -220,9 +219,8 @@ def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
             drops=dict(sorted(Counter(reason for _, reason, _ in facts["drops"]).items())),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{shown(shard.path)} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
-        ) from error
+        what = f"{shown(shard.path)} is damaged ({error!r})"
+        raise UserError(f"{what}; delete it and run 'energon-packing pack' again") from error
 
 
 class MediaCopy:
@@ -242,15 +240,14 @@ class MediaCopy:
     def add(self, tar: Path, offset: int, size: int) -> int:
         """Copies a file of a tar; returns its offset in the copy. Raises UserError: it cannot be read; OSError: it
         cannot be written."""
-        place = self._places.get((tar, offset))
-        if place is None:
+        if (tar, offset) not in self._places:
             data = memoryview(self._files.read(tar, offset, size))
             self._digest.update(data)
-            place = self._places[tar, offset] = self.bytes
+            self._places[tar, offset] = self.bytes
             self.bytes += size
             while data:
                 data = data[self._file.write(data) :]
-        return place
+        return self._places[tar, offset]
 
 
 def shard_packer(plan: Plan, run: Any, config: PackConfig) -> PackFormat:

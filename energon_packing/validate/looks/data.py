@@ -201,8 +201,7 @@ def _beside(file: str, path: str) -> str:
 
 
 def mapping_in(file: Path) -> Mapping[str, Any] | None:
-    """Returns the values of a JSON or YAML file; None if there is no such file. Raises ValueError: it cannot be read,
-    or holds something else."""
+    """The values of a JSON or YAML file, or None if there is none. Raises ValueError: unreadable, or no mapping."""
     import yaml
 
     if not file.is_file():

@@ -11,6 +11,7 @@ from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.validate.looks.data import LOOKS, REMOTE, Look, LookOutcome, look_at_data
+from energon_packing.validate.looks.samples import look_at_samples
 from energon_packing.validate.run_facts import cached_directory, is_hub_name, offline
 from energon_packing.validate.run_source import RunReads
 from energon_packing.validate.verdict import without_output
@@ -20,9 +21,8 @@ _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocess
 
 
 def look_at_processor(config: EncoderConfig, place: str, template_place: str) -> tuple[list[Look], Any]:
-    """Loads the processor from this machine, and builds the encoder of the run on it. Returns the looks at processor
-    and chat template, which the run calls ``place`` and ``template_place``, and the processor: None unless both ended
-    with ``ok``."""
+    """Loads the processor from this machine, and builds the run's encoder on it. Returns looks at processor and
+    template, which the run calls ``place`` and ``template_place``, and the processor: None unless both are ``ok``."""
     name, own = config.processor, config.chat_template is None
     outcome, why, fix, processor = _processor(config)
     look = Look("processor", f"{place}: {name}" if name else place, outcome, why, fix)
@@ -103,9 +103,8 @@ def _plain(error: Exception) -> str:
 
 
 def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
-    """Returns one or more looks per id of `LOOKS`, in that order, for ``data_parallel`` ranks that read different
-    samples. Downloads and decodes nothing, starts no process. torch, transformers and Energon are imported only where
-    the run names a processor."""
+    """One or more looks per id of `LOOKS`, in order, for ``data_parallel`` ranks that read different samples. Downloads
+    and decodes nothing, starts no process. torch, transformers and Energon are imported only for a named processor."""
     if reads.config is None:
         why = "its settings cannot be used" if reads.problem else reads.unread
         looks = [Look(id=id, at="the run", outcome="not looked at", why=why) for id in LOOKS]
@@ -143,8 +142,6 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
                 return [*looks, ledger, *of_processor, refused]
             samples = [replace(unread, why=unrendered)]
             if processor is not None:
-                from energon_packing.validate.looks.samples import look_at_samples
-
                 samples = look_at_samples(config, processor, data, at, data_parallel=data_parallel)
             samples[0] = _with_pairs(samples[0], config, counts) if counts else samples[0]
     return [*looks, ledger, *of_processor, *samples]

@@ -152,10 +152,8 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
         return "its media are not on this machine"
     kind = kind_of_subflavors(found.subflavors)
     if kind is None:
-        return (
-            f"its records are not those of 'energon-packing convert' (no subflavor {_MARK}: {SUBFLAVORS[_MARK]}); "
-            "only a cooker of your own reads them"
-        )
+        lacks = f"no subflavor {_MARK}: {SUBFLAVORS[_MARK]}"
+        return f"its records are not those of 'energon-packing convert' ({lacks}); only a cooker of your own reads them"
     return f"it holds {kind.title}; only their paths were looked at" if kind.record_format else ""
 
 

@@ -52,11 +52,8 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
     if line is not None and not line.packed:
         return Finding(why=f"{line.name} of Megatron-Bridge {view.bridge_name} {line.why}", fix="train it unpacked")
-    return unless(
-        line is not None or not OPTED_OUT.match(view.family),
-        why=f"{view.model} does not support packed rows: its recipes say that packed sequences are not supported",
-        fix="train it unpacked",
-    )
+    why = f"{view.model} does not support packed rows: its recipes say that packed sequences are not supported"
+    return unless(line is not None or not OPTED_OUT.match(view.family), why=why, fix="train it unpacked")
 
 
 _family_listed = warning_rule(
@@ -141,17 +138,13 @@ _deepstack_gradient = rule(
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 compared with 2.5443. No known
     # version has equal gradients; the first that does ends this rule.
-    why = (
-        f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
-        "own stretch of the row for the deepstack features, and Bridge never adds them up"
-    )
+    own = "its own stretch of the row for the deepstack features, and Bridge never adds them up"
+    why = f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of {own}"
     fix = "set sequence_parallel to false"
     if view.model_forces_sequence_parallel:  # how to avoid TP is the user's decision
         why += "; the provider of the mixture of experts turns it on at TP > 1 whatever is set"
-        fix = (
-            "set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline parallelism, "
-            "rows by context parallelism)"
-        )
+        others = "experts are spread by expert parallelism, layers by pipeline parallelism, rows by context parallelism"
+        fix = f"set tensor parallelism to 1 ({others})"
     return unless(not view.sequence_parallel, why=why, fix=f"{fix}, or freeze the vision model and its projection")
 
 
@@ -165,12 +158,11 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
 )
 def _query_scale_by_position(view: RunView) -> Finding | None:
     on_a_rank = view.dataset_seq_length // view.context_parallel
-    return unless(
-        on_a_rank <= UNSCALED_POSITIONS,
-        why=f"rows have {on_a_rank} tokens on a rank, and Bridge scales queries from position {UNSCALED_POSITIONS} of "
-        "the rank's row on, as if its samples were one: they are not computed as alone",
-        fix=f"keep seq_length at {UNSCALED_POSITIONS} tokens per context-parallel rank or less",
-    )
+    as_one = "as if its samples were one: they are not computed as alone"
+    scaled = f"Bridge scales queries from position {UNSCALED_POSITIONS} of the rank's row on, {as_one}"
+    why = f"rows have {on_a_rank} tokens on a rank, and {scaled}"
+    fix = f"keep seq_length at {UNSCALED_POSITIONS} tokens per context-parallel rank or less"
+    return unless(on_a_rank <= UNSCALED_POSITIONS, why=why, fix=fix)
 
 
 def _stated_by_both(view: RunView, what: str) -> list[tuple[str, int, int]]:
@@ -196,11 +188,8 @@ def _expected_classes(view: RunView) -> tuple[str, ...]:
 )
 def _vocabulary(view: RunView) -> Finding | None:
     rows, ids = (getattr(facts, "size", None) or 0 for facts in (view.model_tokens, view.processor_tokens))
-    return unless(
-        ids <= rows,
-        why=f"the tokenizer gives ids up to {ids - 1}, but the model's vocabulary has {rows} rows",
-        fix="use the processor of this model, or widen the model's vocab_size",
-    )
+    why = f"the tokenizer gives ids up to {ids - 1}, but the model's vocabulary has {rows} rows"
+    return unless(ids <= rows, why=why, fix="use the processor of this model, or widen the model's vocab_size")
 
 
 @rule(

@@ -33,30 +33,22 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if view.rows_of_one_width:
         width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
-    why = (
-        f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
-        f"over {shards} ranks"
-    )
+    spread = f"{what} are spread over {shards} ranks"
+    why = f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {spread}"
     fix = f"set pad_to_max_length to true and seq_length to {view.next_length(needed * shards)}"
     if not view.as_wide_as_its_samples or width % (needed * shards) == 0:
         return unless(width % (needed * shards) == 0, why=why, fix=fix)
     # Without in-batch packing Bridge's data set is unpacked: the user decides.
-    named = (
-        "in-batch packing off (mode 'packs')"
-        if view.dataset_kind == "packed_energon"
-        else "enable_in_batch_packing off"
-    )
-    return Finding(
-        why=f"{why}; pad_to_max_length does not widen rows that are packed in the batch",
-        fix=f"turn {named} and {fix}, or compute without fp8",
-    )
+    ours = view.dataset_kind == "packed_energon"
+    named = "in-batch packing off (mode 'packs')" if ours else "enable_in_batch_packing off"
+    why += "; pad_to_max_length does not widen rows that are packed in the batch"
+    return Finding(why=why, fix=f"turn {named} and {fix}, or compute without fp8")
 
 
 def machine_of(gpu: str | None, versions: str) -> Machine | None:
-    """Returns the GPU, and the versions beside it, that a run is judged for; None without a GPU. ``gpu`` is a name of
-    `GPUS`, or None for the one of this machine; ``versions`` are such as ``te=2.18,cudnn=9.19,flash=2+3``, others those
-    installed here, or assumed. Raises ConfigError: no such GPU, or a version that cannot be read or precedes the
-    table."""
+    """The GPU, and the versions beside it, that a run is judged for; None without a GPU. ``gpu`` is a name of `GPUS`,
+    or None for this machine's; ``versions`` are such as ``te=2.18,cudnn=9.19,flash=2+3``, others those installed here,
+    or assumed. Raises ConfigError: no such GPU, or a version that cannot be read or precedes the table."""
     sm = next((sm for names, sm in GPUS.items() if gpu and gpu.lower() in names.split()), None)
     if gpu and sm is None:
         raise ConfigError(f"--gpu {gpu} is none of {', '.join(' '.join(GPUS).split())}.")
@@ -104,8 +96,7 @@ def _attention_of(view: RunView, kind: str) -> Attention:
 
 
 def kernels_of(view: RunView, machine: Machine, **changes: Any) -> tuple[list[str], str]:
-    """Returns the kernels that compute a run's attention, maybe with ``changes``, on a machine, and why the others do
-    not."""
+    """The kernels that compute a run's attention, maybe with ``changes``, on a machine, and why the others do not."""
     chosen = {"flash": "Flash", "fused": "cuDNN", "unfused": "unfused"}.get(view.attention_backend or "", "")
     why = {kernel: "is not the attention_backend" for kernel in KERNELS if not kernel.startswith(chosen)}
     for name, value in view.kernel_variables:
@@ -160,9 +151,8 @@ def _attention_kernel(view: RunView) -> Finding | None:
         fix = f"set packing.padding to real: then nothing lies between samples, which {real[0]} takes"
     elif view.attention_backend in (None, "auto"):
         later = any(kernels_of(view, machine, **comm)[0] for machine in newest)
-        fix = (
-            f"install later versions, as {newest[0]} has" if later else "use another GPU, or train this model unpacked"
-        )
+        fix = "use another GPU, or train this model unpacked"
+        fix = f"install later versions, as {newest[0]} has" if later else fix
     return Finding(why=f"no kernel on {on} computes the attention of these rows: {why}", fix=fix)
 
 
@@ -176,11 +166,9 @@ def _attention_kernel(view: RunView) -> Finding | None:
 )
 def _context_parallel_kind(view: RunView) -> Finding | None:
     others = [kind for kind in ("p2p", "a2a", "all_gather") if not _kind_refused(view, kind)]
-    return unless(
-        _kind_refused(view) == "",
-        why=f"cp_comm_type {view.comm_types[0]!r} {_kind_refused(view)}",
-        fix=f"set parallel.cp_comm_type to {' or '.join(others)}" if others else "train without context parallelism",
-    )
+    said = _kind_refused(view)
+    fix = f"set parallel.cp_comm_type to {' or '.join(others)}" if others else "train without context parallelism"
+    return unless(said == "", why=f"cp_comm_type {view.comm_types[0]!r} {said}", fix=fix)
 
 
 _fp8_attention = rule(

@@ -4,17 +4,7 @@ import math
 import re
 
 from energon_packing.validate.memory import GB
-from energon_packing.validate.rules.rule import (
-    Finding,
-    SourceLine,
-    bridge,
-    bridge_is_silent_on_loss,
-    bridges_rule,
-    core,
-    rule,
-    unless,
-    warning_rule,
-)
+from energon_packing.validate.rules.rule import Finding, bridge, bridges_rule, core, ours, rule, unless, warning_rule
 from energon_packing.validate.run_view import RunView, smallest_world_size
 
 
@@ -28,12 +18,10 @@ from energon_packing.validate.run_view import RunView, smallest_world_size
 )
 def _global_batch(view: RunView) -> Finding | None:
     rows = view.micro_batch_size * view.data_parallel or 1  # too few GPUs: bridge/world-size speaks
-    return unless(
-        view.global_batch_size % rows == 0,
-        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch "
-        f"{view.micro_batch_size} x data parallel {view.data_parallel} = {rows}",
-        fix=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
-    )
+    sizes = f"micro-batch {view.micro_batch_size} x data parallel {view.data_parallel} = {rows}"
+    why = f"global_batch_size {view.global_batch_size} is not divisible by {sizes}"
+    fix = f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}"
+    return unless(view.global_batch_size % rows == 0, why=why, fix=fix)
 
 
 def _unless_whole_groups(view: RunView, size: int, sizes: str, more: str = "") -> Finding | None:
@@ -63,7 +51,7 @@ _no_average_with_token_loss = rule(
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
     # Megatron-FSDP has a wrapper of its own, which adds gradients up where the loss is per token.
-    applies=lambda view: bridge_is_silent_on_loss(view) and not view.megatron_fsdp,
+    applies=lambda view: view.bridge_is_silent_on_loss and not view.megatron_fsdp,
     holds=lambda view: not (view.calculate_per_token_loss and view.average_in_collective),
     sources=(core("distributed/distributed_data_parallel.py", "not self.ddp_config.average_in_collective"),),
     why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
@@ -86,11 +74,9 @@ def _core_slices_packs(view: RunView) -> Finding | None:
         return None
     release = tuple(int(number or 0) for number in found.groups()[:3])
     # In the order of versions, a pre-release of 0.18.0 precedes it.
-    return unless(
-        release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None),
-        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
-        fix="install megatron-core 0.18 or later",
-    )
+    slices = release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None)
+    why = f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}"
+    return unless(slices, why=why, fix="install megatron-core 0.18 or later")
 
 
 _hybrid_context_parallel = rule(
@@ -114,7 +100,7 @@ _BY_ROW = "each row has a context-parallel size of its own"
     checks="a run gives each row a context-parallel size of its own only where that works",
     place="megatron.training.arguments.validate_args, on Megatron-LM's branch dev",
     applies=lambda view: view.dynamic_context_parallel,
-    sources=(SourceLine("energon_packing/megatron_lm/dataloader.py", "scheduler takes rows of text"),),
+    sources=(ours("megatron_lm/dataloader.py", "scheduler takes rows of text"),),
 )
 def _dynamic_context_parallel(view: RunView) -> Finding | None:
     reasons = {
@@ -203,13 +189,10 @@ _hierarchical_sizes_present = bridges_rule(
     bridge_says=("Product of hierarchical_context_parallel_sizes",),
 )
 def _hierarchical_sizes_product(view: RunView) -> Finding | None:
-    sizes = view.hierarchical_context_parallel_sizes or ()
-    return unless(
-        view.hierarchical_context_parallel_sizes is None or math.prod(sizes) == view.context_parallel,
-        why=f"hierarchical_context_parallel_sizes {list(sizes)} multiply to {math.prod(sizes)}, CP is "
-        f"{view.context_parallel}",
-        fix=f"choose sizes whose product is {view.context_parallel}",
-    )
+    sizes, cp = view.hierarchical_context_parallel_sizes, view.context_parallel
+    product = cp if sizes is None else math.prod(sizes)
+    why = f"hierarchical_context_parallel_sizes {list(sizes or ())} multiply to {product}, CP is {cp}"
+    return unless(product == cp, why=why, fix=f"choose sizes whose product is {cp}")
 
 
 _gpu_memory = warning_rule(

@@ -42,9 +42,8 @@ class Versioned:
 
 @dataclass(frozen=True, slots=True)
 class SourceLine(Versioned):
-    """The place of a rule in the source of the program that it is about: a file from the root of its package
-    (``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``), and a text that it contains, part of
-    one line."""
+    """A rule's place in the source of the program that it is about: a file from the root of its package
+    (``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``), and a text of it, part of one line."""
 
     file: str
     says: str
@@ -57,6 +56,7 @@ def _line_of(folder: str, file: str, says: str, **versions: Any) -> SourceLine:
 core = partial(_line_of, "megatron/core")
 bridge = partial(_line_of, "megatron/bridge")
 qwen3_vl = partial(_line_of, "megatron/bridge/models/qwen_vl/modelling_qwen3_vl")
+ours = partial(_line_of, "energon_packing")
 attention = partial(_line_of, "transformer_engine/pytorch/attention/dot_product_attention")
 
 
@@ -114,8 +114,7 @@ def rule(
     **settings: Any,
 ) -> Any:
     """A decorator that turns the function that finds what is wrong into a rule; its arguments are fields of `Rule`.
-    With ``why`` and ``fix`` (texts, in which ``{view.model}`` stands for the run's, or functions that return them) it
-    returns the rule itself."""
+    With ``why`` and ``fix`` (texts, where ``{view.model}`` is the run's, or functions) it is the rule itself."""
     of = partial(Rule, applies=applies, holds=holds, **settings)
 
     def finding(view: RunView) -> Finding:
@@ -135,11 +134,6 @@ data_set_rule = partial(bridges_rule, provider_escapes=True)
 def unless(holds: bool, *, why: str, fix: str) -> Finding | None:
     """Returns a finding, or None where the rule holds after all."""
     return None if holds else Finding(why=why, fix=fix)
-
-
-def bridge_is_silent_on_loss(view: RunView) -> bool:
-    """For rules about the loss where Bridge has none: at CP 1, and on data sets that escape its rules."""
-    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
 
 
 _REGISTRY: Registry[Rule] = Registry(
@@ -177,9 +171,8 @@ class Judgement:
 
 
 def judge(view: RunView) -> list[Judgement]:
-    """Returns one judgement per rule on a run, in the order of `all_rules`. The first error among those with
-    ``bridge_says`` is what Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own
-    text data sets."""
+    """One judgement per rule on a run, in the order of `all_rules`. The first error among those with ``bridge_says`` is
+    what Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for its text data sets."""
     judgements = []
     for rule in all_rules():
         concerned = rule.concerns(view)

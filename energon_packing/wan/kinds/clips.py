@@ -43,10 +43,8 @@ class Clips(SampleKind):
     sizes = "patches and text tokens"
 
     def measuring_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
-        own = TextToVideoRunConfig(
-            encoder=dataclasses.replace(run.encoder, device="cpu"), packing=TextToVideoPackingConfig(seq_length=NO_ROW)
-        )
-        return self.encoder_class(own)
+        encoder, packing = dataclasses.replace(run.encoder, device="cpu"), TextToVideoPackingConfig(seq_length=NO_ROW)
+        return self.encoder_class(TextToVideoRunConfig(encoder=encoder, packing=packing))
 
     def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         return self.encoder_class(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))

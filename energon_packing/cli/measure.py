@@ -70,6 +70,8 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         with ShownProgress({"measure": "measuring"}, quiet=as_json, units={"measure": "samples"}) as progress:
             report = measuring.measure(asked, run, progress)
     measured = () if report.index is None else report.index.datasets
+    holes = [f"{part.root}/{it.name}" for part in measured for it in part.shards if it.set_aside]
+    frequent = [] if report.index is None else frequent_drops(report.index).news(final=True)
     said: dict[str, Any] = {
         "out": shown(out),
         "shards": {"measured": report.measured, "reused": report.reused, "missing": report.missing},
@@ -81,7 +83,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
             | {name: sum(getattr(shard, name) for shard in each.shards) for name in _COUNTS}
             for each in measured
         ],
-        "warnings": [] if report.index is None or edits else frequent_drops(report.index).news(final=True),
+        "warnings": [f"nobody could measure {each}" for each in holes] if edits else frequent,
     }
 
     def show(_: Any) -> None:

@@ -71,16 +71,21 @@ class LocalProcesses:
                     try:
                         kind, value = worker.connection.recv()
                     except (EOFError, OSError):
-                        workers.remove(worker)
-                        worker.connection.close()
-                        if (given_up := attempts.died(attempt, worker.how_it_ended())) is not None:
-                            done.append((attempt.task, given_up))
-                        attempts.give_back(*worker.given)
-                        continue
-                    if kind == "failed":
+                        kind = "died"
+                    if kind == "failed" and not attempt.ended:
                         raise value
-                    if attempts.done(attempt):
-                        done.append((attempt.task, value))
+                    if kind == "done":
+                        if attempts.done(attempt):
+                            done.append((attempt.task, value))
+                        for other in workers:  # its end is seen as that of any worker
+                            if attempt in other.given:
+                                other.process.kill()
+                        continue
+                    workers.remove(worker)
+                    worker.connection.close()
+                    if (given_up := attempts.died(attempt, worker.how_it_ended())) is not None:
+                        done.append((attempt.task, given_up))
+                    attempts.give_back(*worker.given)
         finally:
             started = [worker for worker in workers if worker.process.pid is not None]
             for worker in started:
@@ -96,6 +101,10 @@ class LocalProcesses:
             if len(workers) < self._count and (worker is None or worker.given):
                 worker = None
             held = 0 if worker is None else len(worker.given)
+            if worker is not None and not (held or worker.process.is_alive()):  # it died while it was idle
+                workers.remove(worker)
+                worker.connection.close()
+                continue
             attempt = attempts.take() if held < getattr(work, "queued", 1) else None
             if attempt is None and (held or (attempt := attempts.take_slow()) is None):
                 return
@@ -103,10 +112,15 @@ class LocalProcesses:
             if held and len(message) > _SMALL:
                 attempts.give_back(attempt)
                 return
-            worker = worker or _started(work, workers, self.method)
-            worker.given.append(attempt)
-            with contextlib.suppress(OSError):  # it died while it was idle, as reading from it will show
-                worker.connection.send_bytes(message)
+            started = worker or _started(work, workers, self.method)
+            started.given.append(attempt)
+            try:
+                started.connection.send_bytes(message)
+            except OSError:
+                if worker is not None:  # else it died as it began, which counts
+                    attempts.give_back(worker.given.pop())
+                if held:
+                    return
 
 
 def _started(work: Work[Any, Any], workers: list[_Worker], method: Any) -> _Worker:
@@ -172,7 +186,8 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _local(workers: int | None, address: str | None, tasks: int | None) -> Executor:
-    count = min(8, os.cpu_count() or 1) if workers is None else workers
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    count = min(8, len(usable)) if workers is None else workers
     count = count if tasks is None else min(count, tasks) if tasks > 1 else 0
     return LocalProcesses(count) if count else CallingProcess()
 

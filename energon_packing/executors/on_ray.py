@@ -86,7 +86,17 @@ class RayWorkers:
         # Of each answer that is to come: what was asked, of whom, about which task; and how a worker ended.
         waiting: dict[Any, tuple[str, Any, Attempt[Task] | None, str]] = {}
         nodes: dict[Any, str] = {}  # of actors
+        before: dict[Any, set[str]] = {}  # of each actor, the nodes that were alive when it was made
         free: list[Any] = []
+
+        def alive() -> set[str]:
+            return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+        def end(actor: Any) -> None:
+            actors.remove(actor)
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+
         failed_starts = 0
         to_give: Attempt[Task] | None = None
         while True:
@@ -96,8 +106,10 @@ class RayWorkers:
                 to_give = None
             # A busy cluster starts some of them late or never, and the others do not wait for them.
             most = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))  # of the nodes that there are now
+            now = alive() if to_give is not None and len(actors) < most else set()
             while to_give is not None and len(actors) < most:
                 actors.append(kind.remote())
+                before[actors[-1]] = now
                 waiting[actors[-1].node.remote()] = "node", actors[-1], None, ""
             if not attempts.running:
                 return
@@ -115,17 +127,17 @@ class RayWorkers:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from error
                 except ray.exceptions.RayError as error:
                     lost = error
-                if asked == "life" and lost is not None and not isinstance(lost, crashes):
-                    if attempt is not None:  # it was preempted, or cannot be reached
-                        attempts.give_back(attempt)
-                elif asked == "life" and attempt is not None:
-                    if (given_up := attempts.died(attempt, how)) is not None:
+                if lost is not None and asked != "life":
+                    end(actor)  # one that cannot be reached may live, and would keep its CPU
+                if asked == "life" or isinstance(lost, ray.exceptions.ActorUnavailableError):
+                    gone = lost is not None and not isinstance(lost, crashes)  # it was preempted, or perhaps is
+                    if attempt is not None and (given_up := attempts.died(attempt, how, lost=gone)) is not None:
                         yield attempt.task, given_up  # type: ignore[misc]
-                elif asked == "life":
-                    if (failed_starts := failed_starts + 1) >= _MOST_FAILED_STARTS:
+                    # Else a node vanished meanwhile.
+                    failed_starts += attempt is None and not gone and before[actor] <= alive()
+                    if failed_starts >= _MOST_FAILED_STARTS:
                         raise _cannot_start(how)
                 elif lost is not None:
-                    actors.remove(actor)
                     # Whether it died by itself or with its node says that node: what must run there, runs or cannot.
                     there = NodeAffinitySchedulingStrategy(nodes[actor], soft=False) if actor in nodes else "DEFAULT"
                     told = ask.options(scheduling_strategy=there).remote()
@@ -138,6 +150,11 @@ class RayWorkers:
                     if attempt is None:
                         failed_starts = 0
                     elif attempts.done(attempt):
+                        for answer, (what, other, same, _) in [*waiting.items()]:
+                            if what == "do" and same is attempt:  # another worker has it, and its answer is nobody's
+                                del waiting[answer]
+                                end(other)
+                                attempts.give_back(attempt)
                         yield attempt.task, result
 
 

@@ -17,6 +17,7 @@ from energon_packing.registry import Registry
 
 _MOST_WORKERS = 64  # on a machine of fewer than 16 processors; else 4 for each
 MOST_DEATHS = 3  # a task is given up when this many workers died at it, the last one while no other task was done
+MOST_LOSSES = 10  # or this many nodes vanished, from the third on while no other task was done
 SLOW, SLOW_SECONDS = 2.0, 10.0
 """A task is slow if it takes so many times the median of those that are done, and at least so many seconds."""
 _FEWEST, _ONE_IN = 3, 20
@@ -61,7 +62,8 @@ class Executor(Protocol):
 
         Tasks are taken from the iterable only when a worker is free for them. A worker that dies costs its own task
         once: another worker does it again. Close the iterator to end all workers at once. Raises GivenUp: `MOST_DEATHS`
-        workers died at the same task; UserError: there are no workers; Exception: what a task raised.
+        workers died at the same task, or `MOST_LOSSES` nodes vanished; UserError: there are no workers; Exception: what
+        a task raised.
         """
 
 
@@ -90,11 +92,13 @@ class GivenUp(UserError):
 
 @dataclass(slots=True, eq=False)
 class Attempt[Task]:
-    """A task that was given out, how many workers have it and died at it, since when, and whether it is done."""
+    """A task that was given out, how many workers have it, died at it or were lost, since when, and whether it is
+    done."""
 
     task: Task
     workers: int = 0
     deaths: int = 0
+    losses: int = 0
     began: float = 0.0
     ended: bool = False
 
@@ -159,8 +163,7 @@ class Attempts[Task]:
         return attempt.task
 
     def give_back(self, *attempts: Attempt[Task]) -> None:
-        """Takes back tasks that no worker began, or whose worker is gone by no fault of theirs; they are given out
-        first, in this order."""
+        """Takes back tasks that no worker began; they are given out first, in this order."""
         self._again.extendleft(attempt for attempt in reversed(attempts) if self._is_left(attempt))
 
     def _is_left(self, attempt: Attempt[Task]) -> bool:
@@ -179,19 +182,23 @@ class Attempts[Task]:
             insort(self._seconds, time.monotonic() - attempt.began)
         return first
 
-    def died(self, attempt: Attempt[Task], how: str) -> GivenUp | None:
-        """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), which another one does again. The
-        last one of `MOST_DEATHS` gives it up: the result of a task that stands alone, else it is raised."""
-        attempt.deaths += 1
+    def died(self, attempt: Attempt[Task], how: str, *, lost: bool = False) -> GivenUp | None:
+        """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), or was `lost` with its node, and
+        another one does it again. The last one of `MOST_DEATHS`, or of `MOST_LOSSES`, gives it up: the result of a task
+        that stands alone, else it is raised."""
+        attempt.losses += lost
+        attempt.deaths += not lost
         if not self._is_left(attempt):
             return None
-        if attempt.deaths < MOST_DEATHS:
-            (self._last if attempt.deaths == MOST_DEATHS - 1 else self._again).append(attempt)
+        if attempt.deaths < MOST_DEATHS and attempt.losses < MOST_LOSSES:
+            suspect = attempt.deaths == MOST_DEATHS - 1 or attempt.losses >= MOST_DEATHS
+            (self._last if suspect else self._again).append(attempt)
             return None
         attempt.ended = True
+        vanished = f"{attempt.losses} nodes vanished or could not be reached while it was done"
         died = f"{attempt.deaths} workers died at it, and the last one {how}"
-        fix = "if memory is short, use fewer --workers"
-        given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {died}; {fix}")
+        why = f"{died if attempt.deaths >= MOST_DEATHS else vanished}; if memory is short, use fewer --workers"
+        given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {why}")
         if self._apart is None:
             raise given_up
         return given_up

@@ -64,7 +64,8 @@ def replacing(path: Path) -> Iterator[Path]:
     in `private_directory`, which is stored then."""
     address = remote_address(path)
     own = path if address is None else private_directory() / hashlib.sha256(address.encode()).hexdigest()[:32]
-    aside = own.with_name(f".{own.name}.{HOST}.{os.getpid()}")
+    # Containers may share the name of their host, and have processes of the same number.
+    aside = own.with_name(f".{own.name}.{HOST}.{os.urandom(4).hex()}.{os.getpid()}")
     try:
         # The lock ends with the process, and is on the file whatever opens it to write.
         with aside.open("wb") as held:

@@ -128,17 +128,20 @@ class ShardMeasurer:
             remove_leftovers(directory)
 
     def do(self, task: MeasureTask) -> IndexedShard:
-        return self.measure(task.part, task.shard, task.directory)
+        return self.measured(task) or self.measure(task.part, task.shard, task.directory)
 
     again = staticmethod(lambda task: task)
 
     def name(self, task: MeasureTask) -> str:
         return f"measuring {task.shard} of {task.part.root}"
 
-    def measured(self, task: MeasureTask) -> IndexedShard | None:
-        """What is known of a shard whose file is there and still true; None if it must be measured."""
+    def measured(self, task: MeasureTask, *, hole: bool = False) -> IndexedShard | None:
+        """What is known of a shard whose file is there and still true, or says that it was set aside if it is to be
+        such a `hole`; None if it must be measured."""
         stored = read_metadata(task.directory / IndexedShard.file_of(task.shard)) or {}
-        if stored.get("fingerprint") != self._digest:
+        if hole and stored.get("fingerprint") == "":
+            stored["fingerprint"] = self._digest
+        elif hole or stored.get("fingerprint") != self._digest:
             return None
         identity = self._identity(task.part, task.shard)
         if "version" not in stored.get("identity", ()):  # files of before say less of an object
@@ -157,7 +160,7 @@ class ShardMeasurer:
         if changed:
             return None
         counts: dict[str, Any] = {name: int(stored.get(name, 0)) for name in index_file.COUNTS}  # older files lack some
-        return IndexedShard(name=task.shard, identity=stored["identity"], **counts)
+        return IndexedShard(name=task.shard, identity=stored["identity"], set_aside=hole, **counts)
 
     def _made_of(self, part: SourcePart, identity: dict[str, Any]) -> dict[str, Any]:
         """What must be as it was for the rows of a shard to be true."""
@@ -365,6 +368,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         label=lambda task: f"{task.part.root}/{task.shard}",
         there=measurer.measured,
         aside=lambda task, why: measurer.measure(task.part, task.shard, task.directory, str(why)),
+        hole=lambda task: measurer.measured(task, hole=True),
+        file=lambda task: task.directory / IndexedShard.file_of(task.shard),
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],
         progress=lambda done, total: progress("measure", done, total),
         directories=directories,

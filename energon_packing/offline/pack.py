@@ -4,7 +4,6 @@ A shard is a range of the plan, which is a function of the plan and of what is s
 stored says a `PackFormat`.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.registry import Registry
-from energon_packing.remote_files import absolute, check_remote, remote_address, shown
+from energon_packing.remote_files import absolute, check_remote, shown
 from energon_packing.sample_kind import KINDS
 
 SHARD_PACKS = 1000  # packs of a shard at most, by default: of 32,768 text tokens, some 140 MB
@@ -223,17 +222,13 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         form.prepare()
         remove_leftovers(config.out)
 
-    def absent(tasks: list[PackTask]) -> int:
-        there = () if remote_address(config.out) else os.listdir(config.out)  # a store lists too slowly
-        return len({form.path(task.number).name for task in tasks} - {*there}) if there else 0
-
     shared = work_shared(
         config,
         [PackTask(number) for number in range(len(form.firsts))],
         form,
         label=lambda task: form.path(task.number).name,
         there=lambda task: form.found(task.number),
-        absent=absent,
+        file=lambda task: form.path(task.number),
         size=lambda task: len(range(*form.span(task.number))),
         progress=lambda done, total: progress("pack", done, total),
         directories=[config.out],

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from energon_packing.config import to_mapping
 from energon_packing.config.setting import before, length_free_of
+from energon_packing.drops import SET_ASIDE
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
@@ -129,9 +130,13 @@ class Sources:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def shard_of(self, sources: np.ndarray | Sequence[int]) -> np.ndarray:
+        """The shard of each source among those of all data sets, ``[N]``."""
+        return np.searchsorted(self.starts, sources, side="right") - 1
+
     def place(self, sources: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Data set int16, shard int32 and row int32 of each source, ``[N]``."""
-        number = np.searchsorted(self.starts, sources, side="right") - 1
+        number = self.shard_of(sources)
         return self.dataset[number], self.shard[number], (sources - self.starts[number]).astype(np.int32)
 
     def table(self, number: int, columns: Sequence[str]) -> pa.Table:
@@ -303,12 +308,19 @@ def _read_sizes(sources: Sources, shards: range, types: Mapping[str, type]) -> t
         bad.extend((np.flatnonzero(table.column("reason").is_valid().to_numpy()) + start).tolist())
     rows = _rows_of(sources, np.array(bad, dtype=np.int64), ["key", "reason", "detail"])
     drops = [Drop(source=source, **row | {"detail": row["detail"] or ""}) for source, row in rows.items()]
+    for number in np.unique(sources.shard_of([drop.source for drop in drops if drop.reason == SET_ASIDE])):
+        dataset, shard = sources.shard_at(number)
+        if not shard.set_aside:
+            raise UserError(
+                f"{dataset.root}/{shard.name} was set aside after its index was written; run 'energon-packing measure' "
+                "again"
+            )
     return Sizes(**columns), drops
 
 
 def _by_shard(sources: Sources, wanted: np.ndarray) -> list[tuple[int, np.ndarray]]:
     """Some sources, ascending, of each shard that has any, with its number among those of all data sets."""
-    number = np.searchsorted(sources.starts, wanted, side="right") - 1
+    number = sources.shard_of(wanted)
     firsts = np.flatnonzero(np.diff(number, prepend=-1))
     return list(zip(number[firsts].tolist(), np.split(wanted, firsts[1:]), strict=False))  # of none, one split
 

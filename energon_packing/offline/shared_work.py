@@ -2,7 +2,9 @@
 Slurm that does.
 """
 
+import os
 import shlex
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from typing import Any
 from energon_packing.errors import UserError, refuse
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers, replacing, writing
+from energon_packing.remote_files import listed, remote_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,8 @@ def work_shared(
     label: Callable[[Any], str] = str,
     there: Callable[[Any], Any] = lambda _: None,
     aside: Callable[[Any, GivenUp], Any] = lambda *_: None,
-    absent: Callable[[list[Any]], int] = lambda _: 0,
+    hole: Callable[[Any], Any] = lambda _: None,
+    file: Callable[[Any], Path] | None = None,
     size: Callable[[Any], int],
     progress: Callable[[int, int], None],
     directories: Sequence[Path] = (),
@@ -83,14 +87,15 @@ def work_shared(
     """Does the tasks of a command that nobody has done; they have their places in the list as ``number``. A task that
     `work` does to None is being done by another command; it comes again at the end, with ``wait`` set. `label` is what
     a task is called in a list, `there` the result of one that is done already, else None, and `aside` that of one at
-    which too many workers died, else None; `absent` says at a glance how many of some are not done for sure, as `there`
-    opens what was made. The `size` of tasks is for `progress`, which is called with what is done and all that there is
-    to do. In `directories` files are left over if the work ends with an error."""
+    which too many workers died, else None, `hole` that of one that another command set aside, else None; those without
+    the `file` that they make are counted at a glance, as `there` opens what was made. The `size` of tasks is for
+    `progress`, which is called with what is done and all that there is to do. In `directories` files are left over if
+    the work ends with an error."""
     shared = config if isinstance(config, SharedConfig) else SharedConfig()
     results: list[Any] = [None] * len(tasks)
-    listed, share = shared.tasks, tasks[shared.rank :: shared.world_size]
-    if listed is not None:
-        share = _listed(listed, {label(task): task for task in tasks})
+    named, share = shared.tasks, tasks[shared.rank :: shared.world_size]
+    if named is not None:
+        share = _listed(named, {label(task): task for task in tasks})
     for task in share:
         results[task.number] = there(task)
     # Not every world_size-th of what is left: ranks look at different times.
@@ -102,18 +107,22 @@ def work_shared(
             return SharedResults(results=results, done=0, reused=reused, missing=len(left))
     done, total = 0, sum(map(size, mine))
     progress(done, total)
-    for _ in range(2):  # no more: some file systems refuse a lock even to those who wait for it
+    for again in range(2):  # no more: some file systems refuse a lock even to those who wait for it
         if not left:
             break
+        if again:
+            waited = f"{', '.join(map(label, left)):.300}"
+            warnings.warn(f"Waiting for another command that is making {waited}.", stacklevel=2)
         try:
             # Not this process for one task, which may kill it.
             executor = config.executor_config().executor(max(2, len(left)))
             # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
             with ended_by_sigterm(), closing(executor.results(left, work)) as ended:
                 for task, result in ended:
-                    if isinstance(result, GivenUp):
-                        dead[task.number] = str(result)
-                        result = aside(task, result)
+                    # Else another command has done it meanwhile.
+                    if isinstance(why := result, GivenUp) and (result := there(task)) is None:
+                        dead[task.number] = str(why)
+                        result = aside(task, why)
                     results[task.number] = result
                     if result is not None:
                         done += size(task)
@@ -125,22 +134,37 @@ def work_shared(
         left = [replace(task, wait=True) for task in left if results[task.number] is None and task.number not in dead]
     # Other ranks may have finished meanwhile; of those in lists somebody else looks.
     others = [task for task in tasks if results[task.number] is None and task.number not in dead]
-    if not (missing := absent(others) if listed is None else len(others)):
+    if not (missing := (_absent([file(task) for task in others]) if file else 0) if named is None else len(others)):
         for task in others:
             results[task.number] = there(task)
+            if results[task.number] is None and (result := hole(task)) is not None:
+                results[task.number], dead[task.number] = result, f"{label(task)} was set aside by another command"
         missing = [results[task.number] for task in others].count(None)
     told = tuple(dead[number] for number in sorted(dead))
-    return SharedResults(results=results, done=len(mine) - len(dead), reused=reused, missing=missing, set_aside=told)
+    done = sum(results[task.number] is not None and task.number not in dead for task in mine)
+    return SharedResults(results=results, done=done, reused=reused, missing=missing, set_aside=told)
+
+
+def _absent(files: Sequence[Path]) -> int:
+    """How many of some files are not there, from one list of each directory."""
+    names: dict[Path, set[str]] = {}
+    for directory in {path.parent for path in files}:
+        address = remote_address(directory)
+        here = next(os.walk(directory), ("", [], []))[2] if address is None else [name for name, _ in listed(address)]
+        names[directory] = {*here}
+    return sum(path.name not in names[path.parent] for path in files)
 
 
 def _listed(file: Path, named: dict[str, Any]) -> list[Any]:
     """The tasks that a file names, in the order of all."""
     try:
-        names = {*file.read_text(encoding="utf-8").splitlines()}
-    except (OSError, ValueError) as error:
+        names = {*os.fsdecode(file.read_bytes()).split("\n")} - {""}
+    except OSError as error:
         raise UserError(f"--tasks {file} cannot be read ({error}); it is a list that --slurm writes") from error
     if unknown := names - {*named}:
-        raise UserError(f"--tasks {file} names {min(unknown)}, which is no shard of this command; write the lists anew")
+        raise UserError(
+            f"--tasks {file} names {min(unknown)!r:.200}, which is no shard of this command; write the lists anew"
+        )
     return [task for name, task in named.items() if name in names]
 
 
@@ -188,7 +212,7 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
         files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "lists": lists, "folder": folder}
         script = _JOB.format(
             **{name: shlex.quote(str(path)) for name, path in files.items()},
-            header=(folder / "header.sh").read_text(encoding="utf-8"),
+            header=os.fsdecode((folder / "header.sh").read_bytes()),
             here=shlex.quote(str(Path.cwd())),
             name=command[0],
             words=shlex.join(command[1:]),
@@ -200,4 +224,4 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
 
 def _write(file: Path, lines: Sequence[str]) -> None:
     with replacing(file) as aside:
-        aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        aside.write_bytes(os.fsencode("".join(f"{line}\n" for line in lines)))  # names need not be UTF-8

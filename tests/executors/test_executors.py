@@ -23,6 +23,7 @@ from support.ranks import ranks_environment
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.executors import local
 from energon_packing.executors import work as working
 from energon_packing.executors.local import LocalProcesses
 from energon_packing.executors.work import EXECUTORS, CallingProcess, ExecutorConfig, GivenUp, in_order
@@ -114,15 +115,78 @@ def test_a_task_that_stands_alone_is_given_up_while_the_others_are_done(executor
 def test_a_slow_task_is_done_by_a_second_worker_and_the_first_result_counts(executor, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(working, "SLOW_SECONDS", 0.5)
     tasks = [(number, "stalls" if number in (0, 9) else "slow" if number > 20 else "") for number in range(41)]
-    found = list(executor.results(tasks[:1] + tasks[10:], ApartSquares(tmp_path)))
-    assert sorted((task, value) for task, (value, _) in found) == [(it, it[0] ** 2) for it in tasks[:1] + tasks[10:]]
-    assert attempts(tmp_path) == {n: 1 if n else 2 for n in (0, *range(10, 41))}
+    tasks = [tasks[0], *tasks[10:]]
+    both = [(50, "meets"), (51, "meets")]  # they need the worker that stalled, or another one in its place
+    found = []
+
+    def given():
+        yield from tasks
+        while tasks[0] not in dict(found):
+            yield working.NOT_YET
+        yield from both
+
+    for each in executor.results(given(), ApartSquares(tmp_path)):
+        found.append(each)
+    assert sorted((task, value) for task, (value, _) in found) == [(it, it[0] ** 2) for it in tasks + both]
+    (tmp_path / "90").unlink()
+    assert attempts(tmp_path) == {task[0]: 1 if task[0] else 2 for task in tasks + both}
 
 
-def test_a_task_that_is_taken_back_has_had_no_death(tmp_path):
-    account = working.Attempts([(1, "")], ApartSquares(tmp_path))
+@pytest.mark.parametrize("word", ["is beaten", "fails late"])
+def test_what_the_slower_of_two_workers_returns_or_raises_is_nobodys(tmp_path, monkeypatch, word):
+    wait = local.wait
+
+    def both_are_read_at_once(connections, patience):
+        while True:
+            ready = wait(connections, patience)
+            if not (tmp_path / "90").exists() or len(ready) == len(connections):
+                return [each for each in connections if each in ready]
+            time.sleep(0.02)
+
+    monkeypatch.setattr(working, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(local, "wait", both_are_read_at_once)
+    tasks = [(9, "slow"), (0, word), *((number, "") for number in range(1, 6))]
+    found = list(LocalProcesses(2).results(tasks, ApartSquares(tmp_path)))
+    assert sorted((task, value) for task, (value, _) in found) == sorted((it, it[0] ** 2) for it in tasks)
+
+
+def test_a_worker_that_dies_while_it_is_idle_is_no_death_at_the_next_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(working, "MOST_DEATHS", 1)
+    killed = []
+
+    def given():
+        yield 1, ""
+        while not killed:
+            yield working.NOT_YET
+        yield 2, ""
+
+    results = LocalProcesses(1).results(given(), Squares(tmp_path))
+    _, (_, process) = next(results)
+    os.kill(process, signal.SIGKILL)
+    while ") Z " not in Path(f"/proc/{process}/stat").read_text():
+        time.sleep(0.01)
+    killed.append(process)
+    assert [(task, value) for task, (value, _) in results] == [((2, ""), 4)]
+
+
+def test_a_task_that_is_taken_back_has_had_no_death_and_one_whose_nodes_vanish_is_given_up_late(tmp_path):
+    account = working.Attempts([(1, ""), (2, "")], ApartSquares(tmp_path))
+    first = account.take()
     for _ in range(5):
-        account.give_back(account.take())
+        account.give_back(first)
+        assert account.take() is first
+    for losses in range(1, 10):
+        assert account.died(first, "ended", lost=True) is None
+        if losses == 3:
+            second = account.take()
+            assert (second.task[0], account.take()) == (2, None)  # it is alone from now on
+            account.done(second)
+        assert account.take() is first
+    assert "squaring 1 was given up: 10 nodes vanished" in str(account.died(first, "ended", lost=True))
+
+
+def test_a_task_is_given_up_at_its_third_death(tmp_path):
+    account = working.Attempts([(1, "")], ApartSquares(tmp_path))
     assert [account.died(account.take(), "ended") for _ in range(2)] == [None, None]
     assert isinstance(account.died(account.take(), "ended"), GivenUp)
     assert (account.take(), account.running) == (None, set())
@@ -139,6 +203,47 @@ def test_one_task_in_twenty_at_most_is_done_twice(tmp_path, monkeypatch):
     (tmp_path / "go").unlink()
     assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(30)]
     assert sum(attempts(tmp_path).values()) == 31
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_an_actor_that_cannot_be_reached_for_a_while_is_no_death_and_keeps_no_processor(
+    executor, tmp_path, monkeypatch
+):
+    import ray
+
+    get, lost = ray.get, []
+
+    def unavailable(answer):
+        result = get(answer)
+        if isinstance(result, tuple) and len(lost) < 4:  # twice as many as there are processors
+            lost.append(result)
+            raise ray.exceptions.ActorUnavailableError("the network has failed", None)
+        return result
+
+    monkeypatch.setattr(working, "MOST_DEATHS", 1)
+    monkeypatch.setattr(ray, "get", unavailable)
+    found = dict(executor.results([(number, "") for number in range(6)], ApartSquares(tmp_path)))
+    assert {task[0]: value for task, (value, _) in found.items()} == {number: number**2 for number in range(6)}
+    assert sum(attempts(tmp_path).values()) == 10
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_starts_that_fail_as_a_node_vanishes_are_not_counted(executor, tmp_path, monkeypatch):
+    import ray
+
+    get, nodes, lost = ray.get, ray.nodes, []
+
+    def died(answer):
+        result = get(answer)
+        if isinstance(result, str) and len(lost) < 3:  # the name of the actor's node
+            lost.append(result)
+            raise ray.exceptions.ActorDiedError
+        return result
+
+    monkeypatch.setattr(ray, "get", died)
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes(), {"NodeID": "another", "Alive": not lost}])
+    found = dict(executor.results([(number, "") for number in range(6)], ApartSquares(tmp_path)))
+    assert (len(found), len(lost)) == (6, 3)
 
 
 def test_what_a_task_raises_is_raised(executor, kind, tmp_path):
@@ -297,6 +402,12 @@ def test_few_tasks_or_no_workers_need_no_processes():
     assert isinstance(ExecutorConfig(workers=4).executor(1), CallingProcess)
     assert isinstance(ExecutorConfig(workers=0).executor(9), CallingProcess)
     assert isinstance(ExecutorConfig(workers=4).executor(2), LocalProcesses)
+
+
+def test_there_are_no_more_processes_by_default_than_processors_that_this_one_may_use(monkeypatch):
+    monkeypatch.setattr(local, "LocalProcesses", int)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
+    assert ExecutorConfig().executor(100) == 3
 
 
 @pytest.mark.parametrize(

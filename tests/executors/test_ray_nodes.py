@@ -70,6 +70,52 @@ def test_a_node_that_vanishes_costs_its_tasks_but_no_death_and_one_that_joins_wo
     assert len({process for _, (_, process) in found}) >= 3
 
 
+SLOW_START = """
+import os, sys, time
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+def node(self):
+    Path({notes!r}, str(os.getpid())).touch()
+    time.sleep(1000)
+
+class Slow:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "energon_packing.executors.on_ray":
+            spec = PathFinder.find_spec(name, path)
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), setattr(module._Worker, "node", node))
+            return spec
+
+if any("default_worker" in word for word in sys.orig_argv):  # not in this process, nor in Ray's own
+    sys.meta_path.insert(0, Slow)
+"""
+
+
+def test_a_node_that_vanishes_while_its_workers_start_is_no_failed_start(nodes, tmp_path, monkeypatch):
+    from energon_packing.executors.on_ray import RayWorkers
+
+    (notes := tmp_path / "notes").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START.format(notes=str(tmp_path / "notes")))
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{THIS}")
+        first = nodes.add_node(num_cpus=4, object_store_memory=80 << 20)
+    ray.init(nodes.address, log_to_driver=False)
+    found = []
+    results = RayWorkers(None, nodes.address).results([(number, "") for number in range(8)], ApartSquares(tmp_path))
+    meanwhile = threading.Thread(target=lambda: found.extend(results))
+    meanwhile.start()
+    deadline = time.monotonic() + 120
+    while len([*notes.iterdir()]) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len([*notes.iterdir()]) >= 3
+    nodes.remove_node(first, allow_graceful=False)
+    nodes.add()
+    meanwhile.join(120)
+    assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(8)]
+
+
 def test_a_worker_that_dies_by_itself_on_a_node_that_lives_is_a_death(nodes, tmp_path):
     from energon_packing.executors.on_ray import RayWorkers
 

@@ -5,7 +5,7 @@ from mutation_table import Mutation
 EXECUTORS = "tests/executors/test_executors.py::"
 ASIDE = "tests/offline/test_shards_set_aside.py::"
 HOLE = ASIDE + "test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name[polylithic]"
-WORK = "executors/work.py"
+WORK, LOCAL = "executors/work.py", "executors/local.py"
 
 CLUSTER_TRAPS = {
     266: "a node that vanishes is taken for a shard that kills its workers, or the other way round",
@@ -19,10 +19,27 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=266,
         name="a task whose node is lost has had a death",
-        test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death",
+        test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death_and_one_whose_nodes_vanish_is_given_up_late",
         oracle="the definition; nodes of `ray.cluster_utils` that are killed, in `test_ray_nodes.py`",
         edits=(
             (WORK, "        attempt.workers -= 1\n", "        attempt.workers -= 1\n        attempt.deaths += 1\n"),
+        ),
+    ),
+    Mutation(
+        trap=266,
+        name="a shard that takes its node with it is tried for ever",
+        test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death_and_one_whose_nodes_vanish_is_given_up_late",
+        oracle="the definition",
+        edits=((WORK, " and attempt.losses < MOST_LOSSES:", ":"),),
+    ),
+    Mutation(
+        trap=266,
+        name="a worker that died while it was idle is a death of the next task",
+        test=EXECUTORS + "test_a_worker_that_dies_while_it_is_idle_is_no_death_at_the_next_task",
+        oracle="the definition",
+        edits=(
+            (LOCAL, "not (held or worker.process.is_alive())", "False"),
+            (LOCAL, "if worker is not None:  # else", "if False:  # else"),
         ),
     ),
     Mutation(
@@ -37,7 +54,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         name="the last try is not the last",
         test=EXECUTORS + "test_a_task_at_which_three_workers_died_is_given_up_by_name[local]",
         oracle="the notes that each attempt leaves",
-        edits=((WORK, "(self._last if attempt.deaths == MOST_DEATHS - 1 else self._again)", "self._again"),),
+        edits=((WORK, "(self._last if suspect else self._again)", "self._again"),),
     ),
     Mutation(
         trap=268,
@@ -61,6 +78,29 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("offline/pack.py", "if not (shared.missing or shared.set_aside):", "if not shared.missing:"),),
     ),
     Mutation(
+        trap=268,
+        name="rows that were set aside after the index are drops of a plan",
+        test=ASIDE + "test_a_plan_refuses_rows_that_were_set_aside_after_the_index_was_written[polylithic]",
+        oracle="the samples of the data set",
+        edits=(("offline/samples.py", "        if not shard.set_aside:\n", "        if False:\n"),),
+    ),
+    Mutation(
+        trap=268,
+        name="rows that another command measured meanwhile are set aside",
+        test=ASIDE + "test_rows_that_another_command_measured_meanwhile_are_not_set_aside[polylithic]",
+        oracle="the files of one process",
+        edits=(("offline/shared_work.py", "and (result := there(task)) is None:", "and not (result := None):"),),
+    ),
+    Mutation(
+        trap=269,
+        name="a slow worker goes on when its task is done",
+        test=EXECUTORS + "test_a_slow_task_is_done_by_a_second_worker_and_the_first_result_counts[local]",
+        oracle="two tasks that need two workers at once",
+        edits=(
+            (LOCAL, "                                other.process.kill()\n", "                                pass\n"),
+        ),
+    ),
+    Mutation(
         trap=269,
         name="a second worker waits for the lock of the first",
         test=ASIDE + "test_a_shard_that_two_workers_pack_at_once_has_the_same_bytes[polylithic]",
@@ -70,7 +110,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=269,
         name="both results of a task count",
-        test=EXECUTORS + "test_one_task_in_twenty_at_most_is_done_twice",
+        test=EXECUTORS + "test_what_the_slower_of_two_workers_returns_or_raises_is_nobodys[is beaten]",
         oracle="the tasks",
         edits=((WORK, "first, attempt.ended = not attempt.ended, True", "first, attempt.ended = True, True"),),
     ),

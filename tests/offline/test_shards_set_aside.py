@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan, drops_path
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shared_work import SharedConfig, _listed, work_shared, write_job
+from energon_packing.offline.source import source_parts
 from energon_packing.offline.verify import ShardVerifier, VerifyConfig, verify
 
 POISON = "train-000002.tar"
@@ -110,6 +114,89 @@ def test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name(
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     assert digests(out) == digests(whole)
+
+
+def test_ranks_that_each_set_a_shard_aside_complete_an_index_with_both_holes(
+    dataset, config, plan_of, tmp_path, monkeypatch
+):
+    out, holes = tmp_path / "index", [POISON, "train-000003.tar"]
+    words = ("measure", dataset, "--config", config, "--out", out, "--workers", 2, "--world-size", 2, "--json")
+
+    def each_rank():
+        for rank in range(2):
+            done = invoke(*words, "--rank", rank)
+            yield done.exit_code, [told.split()[-2:] for told in json.loads(done.stdout)["set_aside"]]
+
+    with monkeypatch.context() as patch:
+        dies_at(patch, ShardMeasurer, "do", lambda task: task.shard in holes)
+        assert [(code, len(told)) for code, told in each_rank()] == [(1, 1), (1, 2)]
+    (part,) = Index.open(out).datasets
+    assert [shard.name for shard in part.shards if shard.set_aside] == holes
+    listed = invoke("measure", "--list", "--out", out, "--json")
+    assert [each in told for each, told in zip(holes, json.loads(listed.stdout)["warnings"], strict=True)] == [True] * 2
+    assert list(each_rank()) == [(1, [["another", "command"]]), (0, [])]
+    assert digests(out) == digests(Path(plan_of.data.path).with_name("index"))
+
+
+def test_rows_that_another_command_measured_meanwhile_are_not_set_aside(
+    dataset, config, plan_of, tmp_path, monkeypatch
+):
+    out, own, calling = tmp_path / "index", ShardMeasurer.do, os.getpid()
+
+    def do(self, task):
+        done = own(self, task)
+        if os.getpid() != calling and task.shard == POISON:
+            os.kill(os.getpid(), signal.SIGKILL)  # after its rows are there, as if another one had written them
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardMeasurer, "do", do)
+        done = invoke("measure", dataset, "--config", config, "--out", out, "--workers", 2, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["set_aside"]) == (0, [])
+    assert digests(out) == digests(Path(plan_of.data.path).with_name("index"))
+
+
+def test_a_plan_refuses_rows_that_were_set_aside_after_the_index_was_written(dataset, run_of, plan_of, tmp_path):
+    index, run = tmp_path / "index", run_of(dataset)
+    shutil.copytree(Path(plan_of.data.path).with_name("index"), index)
+    (part,) = Index.open(index).datasets
+    (measured,) = source_parts(Path(part.path), part.asked, "conversations")
+    ShardMeasurer(run).measure(measured, POISON, index / part.name, "3 workers died at it")
+    with pytest.raises(UserError, match=f"{POISON} was set aside after its index was written; run '.* measure' again"):
+        make_plan([index], run, tmp_path / "plan.parquet")
+
+
+@dataclass(frozen=True)
+class Task:
+    number: int
+    wait: bool = False
+
+
+class SomeNeverComes:
+    def begin(self):
+        pass
+
+    def do(self, task):
+        return task.number or None
+
+
+def test_shards_of_others_are_counted_without_opening_them_and_what_never_came_is_not_done(tmp_path):
+    for number in (2, 3):
+        (tmp_path / str(number)).touch()
+    opened = []
+    with pytest.warns(UserWarning, match=r"Waiting for another command that is making 0\."):
+        shared = work_shared(
+            SharedConfig(workers=0, rank=0, world_size=2),
+            [Task(number) for number in range(6)],
+            SomeNeverComes(),
+            label=lambda task: str(task.number),
+            there=lambda task: opened.append(task.number),
+            file=lambda task: tmp_path / str(task.number),
+            size=lambda _: 1,
+            progress=lambda *_: None,
+        )
+    assert (shared.done, shared.missing) == (2, 3)  # 0, 1 and 5: 2 and 4 are done, and 3 is there
+    assert opened == [0, 2, 4]
 
 
 def test_packs_that_kill_their_workers_are_named_and_the_others_are_there(plan_of, tmp_path, monkeypatch):
@@ -241,12 +328,22 @@ def test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_p
         (["--shards-per-task", "3"], "--shards-per-task is of a job for Slurm"),
         (["--tasks", "list", "--rank", "1", "--world-size", "2"], "--tasks names the shards"),
         (["--tasks", "nowhere"], "--tasks nowhere cannot be read"),
+        (["--tasks", "/proc/self/exe"], "which is no shard of this command; write the lists anew"),
         (["--tasks", "/proc/self/status"], "which is no shard of this command; write the lists anew"),
     ],
 )
 def test_lists_that_cannot_be_are_refused(dataset, config, tmp_path, words, said):
     done = invoke("measure", dataset, "--config", config, "--out", tmp_path / "index", *words)
     assert (done.exit_code, said in done.output.replace("\n", " ")) == (2, True), done.output
+
+
+def test_a_job_has_the_names_and_the_header_that_are_there_in_whatever_encoding(tmp_path):
+    (tmp_path / "header.sh").write_bytes(b"# gr\xfc\xdfe\n")
+    names = [os.fsdecode(b"caf\xe9.tar"), "a\u2028b\rc.tar"]
+    write_job(tmp_path, ["measure", "--config", os.fsdecode(b"\xe9.yaml")], names, None)
+    assert b"# gr\xfc\xdfe\n" in (tmp_path / "job.sh").read_bytes()
+    assert b"\xe9.yaml" in (tmp_path / "job.sh").read_bytes()
+    assert _listed(tmp_path / "missing.txt", {name: name for name in names}) == names
 
 
 def test_a_command_that_is_ended_by_sigterm_leaves_nothing_half_written(plan_of, tmp_path):

@@ -147,6 +147,15 @@ def test_a_file_that_a_process_of_another_container_is_writing_is_no_leftover(tm
         assert list(tmp_path.iterdir()) == [of_another]
 
 
+def test_two_processes_of_the_same_number_on_hosts_of_one_name_write_two_files(tmp_path):
+    with replacing(tmp_path / "x") as first:
+        first.write_bytes(b"whole")
+        with suppress(KeyboardInterrupt), replacing(tmp_path / "x") as second:
+            second.write_bytes(b"bro")
+            raise KeyboardInterrupt
+    assert (tmp_path / "x").read_bytes() == b"whole"
+
+
 def test_a_file_of_a_process_that_ended_unnoticed_is_a_leftover_and_that_of_a_living_one_is_not(tmp_path):
     ended = subprocess.Popen(["true"])
     living, left = (tmp_path / f".x.{HOST}.{process}" for process in (os.getpid(), ended.pid))

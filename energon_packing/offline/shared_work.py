@@ -1,6 +1,7 @@
 """What the commands `measure`, `pack` and `verify` have alike: who works, and how several share the shards."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from energon_packing.errors import UserError, refuse
 from energon_packing.executors.work import ExecutorConfig, ExecutorKind, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers
 from energon_packing.offline.slurm import write_job
+from energon_packing.remote_files import remote_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ def work_shared(
         tasks: with their places in this list as ``number``. A task that `work` does to None is being done by another
             command; it comes again at the end, with ``wait`` set.
         label: what a task is called in a list.
-        there: the result of a task that is done already, else None.
+        there: the result of a task that is done already, else None; threads ask if `directories` are in a store.
         aside: the result of one at which too many workers died, else None.
         absent: how many of some tasks are not done for sure, at a glance; `there` opens what was made.
         size: of a task, for `progress`, which is called with what is done and all that there is to do.
@@ -102,8 +104,7 @@ def work_shared(
     listed, share = shared.tasks, tasks[shared.rank :: shared.world_size]
     if listed is not None:
         share = _listed(listed, {label(task): task for task in tasks})
-    for task in share:
-        results[task.number] = there(task)
+    _look(there, share, results, directories)
     # Not every world_size-th of what is left: ranks look at different times.
     mine = left = [task for task in share if results[task.number] is None]
     reused, dead = len(share) - len(mine), dict[int, str]()
@@ -137,11 +138,18 @@ def work_shared(
     # Other ranks may have finished meanwhile; of those in lists somebody else looks.
     others = [task for task in tasks if results[task.number] is None and task.number not in dead]
     if not (missing := absent(others) if listed is None else len(others)):
-        for task in others:
-            results[task.number] = there(task)
+        _look(there, others, results, directories)
         missing = [results[task.number] for task in others].count(None)
     told = tuple(dead[number] for number in sorted(dead))
     return SharedResults(results=results, done=len(mine) - len(dead), reused=reused, missing=missing, set_aside=told)
+
+
+def _look(there: Callable[[Any], Any], tasks: Sequence[Any], results: list[Any], directories: Sequence[Path]) -> None:
+    """Sets the results of tasks that are done; several are looked for at once in an object store."""
+    with ThreadPoolExecutor(32) as pool:  # they wait for the storage
+        found = (pool.map if any(map(remote_address, directories)) else map)(there, tasks)
+        for task, result in zip(tasks, found, strict=True):
+            results[task.number] = result
 
 
 def _listed(file: Path, named: dict[str, Any]) -> list[Any]:

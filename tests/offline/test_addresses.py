@@ -313,14 +313,12 @@ def test_a_bucket_that_is_missing_and_a_typo_are_one_sentence(dataset, run_of, t
 def test_neither_packs_nor_an_index_take_the_place_of_others(served, dataset, run_of, tmp_path, at):
     out = tmp_path if at == "here" else beside(served[1], "taken")
     measure(MeasureConfig(paths=(dataset,), out=out / "index", workers=0), run := run_of(dataset))
-    make_plan([out / "index"], run, out / "p/plan.parquet")
-    before = make_plan([out / "index"], run_of(dataset, seq_length=2048), out / "plan.parquet").facts.id
-    for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"plan.parquet is another plan than .*p/plan.parquet; choose another --out"
-        ):
-            pack(PackConfig(plan=out / "p/plan.parquet", out=out if at == "there" else out / "index/.."))
-    assert Plan.open(out / "plan.parquet").facts.id == before
+    remote_files.make_directory(out / "taken")
+    make_plan([out / "index"], run, out / "plan.parquet")
+    before = make_plan([out / "index"], run_of(dataset, seq_length=1024), out / "taken/plan.parquet")
+    with pytest.raises(UserError, match=r"taken/plan.parquet is another plan than .*/plan.parquet; choose another"):
+        pack(PackConfig(plan=out / "plan.parquet", out=out / "taken"))
+    assert Plan.open(out / "taken/plan.parquet").facts.id == before.id
     data = dataset if at == "here" else Path(served[1])
     with pytest.raises(UserError, match=f"{remote_files.shown(data)} is there and is not an index"):
         measure(MeasureConfig(paths=(dataset,), out=data, workers=0), run)

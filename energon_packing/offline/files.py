@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from energon_packing.errors import UserError, read_again
+from energon_packing.errors import UserError, fault_of, read_again
 from energon_packing.line_file import lock
-from energon_packing.remote_files import RemoteReader, open_file, private_directory, remote_address, shown, store
+from energon_packing.remote_files import RemoteReader, private_directory, read_range, remote_address, shown, store
 
 MOST_BYTES = 1 << 30  # of a JSON file that is read
 METADATA = b"energon_packing"  # key of our metadata in the schema of a file; the value is JSON
@@ -166,8 +166,10 @@ def read_json(file: Path, kind: Any, *, version: int, what: str, remedy: str) ->
 
 
 def _read(file: Path) -> bytes:
-    with open_file(file) as stream:
-        return stream.read(MOST_BYTES + 1)
+    if (address := remote_address(file)) is not None:
+        return read_range(address, 0, MOST_BYTES + 1)  # one answer, of one object
+    with file.open("rb") as stream:  # read() takes as much memory as is asked for
+        return stream.read(min(os.fstat(stream.fileno()).st_size, MOST_BYTES) + 1)
 
 
 def read_metadata(path: Path) -> dict[str, Any] | None:
@@ -242,10 +244,14 @@ def writing(path: Path, again: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{shown(path)} cannot be written ({said(error)}); make room or choose another --out, then run "
-            f"'energon-packing {again}' again: it continues with the shards that are missing"
-        ) from error
+        what, instead = f"{shown(path)} cannot be written ({said(error)})", "make room or choose another --out"
+        if remote_address(path):
+            what = f"{shown(path)} cannot be written ({error.strerror or error})"
+            if fault_of(error) == "disk":
+                made, instead = f"as it is made in {private_directory()}", "make room or point TMPDIR elsewhere"
+                what = f"{shown(path)}, {made} first, cannot be written ({said(error)})"
+        then = f"then run 'energon-packing {again}' again: it continues with the shards that are missing"
+        raise UserError(f"{what}; {instead}, {then}") from error
 
 
 def differing(

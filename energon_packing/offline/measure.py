@@ -8,6 +8,7 @@ import json
 import os.path
 import re
 import socket
+import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 from energon_packing.config import RunConfig, to_mapping
 from energon_packing.config.setting import length_free_of, marked, marked_and_set
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.layout import counted_pairs
+from energon_packing.convert.layout import CONVERSION_FILE, DATASET_FILE, INFO_FILE, META_DIRECTORY, counted_pairs
 from energon_packing.drops import SET_ASIDE
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample
@@ -94,6 +95,7 @@ class ShardMeasurer:
         self._media: dict[str, dict[str, tuple[str, int]]] = {}
         # data set's name -> name of each shard of media -> its `media_state`, of the index that was there
         self.known: dict[str, dict[str, list[str]]] = {}
+        self._looking = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
@@ -113,10 +115,11 @@ class ShardMeasurer:
         """Of these shards of a directory of media, and those asked for before, the `media_state`, looked at once; an
         empty text if one is not there."""
         seen = self._media.setdefault(root, {})
-        if new := [name for name in names if name not in seen]:
-            with ThreadPoolExecutor(32) as pool:  # they wait for the storage
-                states = pool.map(lambda name: _seen(Path(root) / name, media_state, ("", 0)), new)
-                seen.update(zip(new, states, strict=True))
+        with self._looking:  # threads may ask
+            if new := [name for name in names if name not in seen]:
+                with ThreadPoolExecutor(32) as pool:  # they wait for the storage
+                    states = pool.map(lambda name: _seen(Path(root) / name, media_state, ("", 0)), new)
+                    seen.update(zip(new, states, strict=True))
         return seen
 
     def begin(self) -> None:
@@ -359,6 +362,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     out = absolute(config.out)  # workers may have another current directory
     directories = [out / name for name in names]
     measurer.directories = tuple(directories)
+    for part in parts:  # by this thread, of which SQLite is
+        measurer.index_of(part.root), measurer.index_of(part.media_root)
     shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
     work = work_shared(
         config,
@@ -398,7 +403,9 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index:
     """The index that is there already, else one that holds nothing; a UserError if `out` is something else, or was made
     with another encoder."""
     if not is_index(out):
-        if exists(out) or (out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())):
+        filled = out.is_dir() and any(each.is_file() and each.name[0] != "." for each in out.iterdir())
+        of_data = (DATASET_FILE, CONVERSION_FILE, f"{META_DIRECTORY}/{INFO_FILE}") if remote_address(out) else ()
+        if filled or exists(out) or any(exists(out / name) for name in of_data):  # a store lists too slowly
             raise UserError(f"{shown(out)} is there and is not an index; choose another --out")
         return Index()
     index = Index.open(out)

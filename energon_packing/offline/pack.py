@@ -24,6 +24,7 @@ from energon_packing.offline.packed import Media, PackedFacts, Store
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.shared_work import SharedConfig, work_shared
+from energon_packing.offline.source import PACKS_AHEAD
 from energon_packing.registry import Registry
 from energon_packing.remote_files import absolute, check_remote, shown
 from energon_packing.sample_kind import KINDS
@@ -135,7 +136,8 @@ class PackFormat(ABC):
     def forget_open_files(self) -> None:
         """Opens everything anew when it is needed; for a fork, which may not use its parent's databases."""
         self.plan = Plan(self.plan.path, self.plan.facts)
-        self.planned = PlannedPacks(self.plan, self.encoder)
+        media = self.config.store == "pixels" or self.config.media == "copy"
+        self.planned = PlannedPacks(self.plan, self.encoder, media=media)
 
     def begin(self) -> None:
         """Opens files anew, and removes those that killed processes of this host were writing."""
@@ -156,10 +158,14 @@ class PackFormat(ABC):
         return self.firsts[number], (*self.firsts[1:], len(self.plan))[number]
 
     def planned_packs(self, number: int) -> Iterator[PlannedPack]:
-        """Returns the packs of a shard."""
+        """Returns the packs of a shard; from an object store, it is read ahead what they are made of."""
         first, end = self.span(number)
+        ahead = PACKS_AHEAD if self.planned.in_store() else 0
         for start in range(first, end, AT_ONCE):
-            yield from self.plan.packs(start, min(start + AT_ONCE, end))
+            for pack in self.plan.packs(start, min(start + AT_ONCE, end)):
+                if ahead:
+                    self.planned.expect(range(pack.number, min(pack.number + ahead, end)))
+                yield pack
 
     @abstractmethod
     def path(self, number: int) -> Path:

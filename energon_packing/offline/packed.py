@@ -11,7 +11,7 @@
 Nothing in the files depends on when, where or by how many processes they were written.
 """
 
-import functools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -159,7 +159,7 @@ class StoredPacks[Record](PositionedPacks):
             return super().__getitem__(position)
         except PackingError as error:
             number = self.number(position) or 0
-            path = shard_path(self._packed.directory, self._shard_of(number))
+            path = shown(shard_path(self._packed.directory, self._shard_of(number)))
             fix = "If 'energon-packing verify' calls the shard damaged, delete it and pack again."
             raise PackingError(f"pack {number} in {path} cannot be assembled: {error}. {fix}") from error
 
@@ -170,12 +170,11 @@ class StoredPacks[Record](PositionedPacks):
         if (number := self.number(index)) is None:
             return
         at, facts = self._shard_of(number), self._packed.facts
-        if at not in self._seen:
+        if at not in self._shards:
             if facts.shards[at].media_bytes:
                 self._files.remote.look(media_path(self._packed.directory, at), shard_status)
             yield [ShardFile.end(shard_path(self._packed.directory, at), facts.shards[at].bytes)]
         shard = self._shard(at)
-        self._seen.add(at)
         place = shard.place(number - int(self._firsts[at]))
         if facts.store != "tokens" or place[2] > PIECE_BYTES:
             yield [place]
@@ -197,8 +196,7 @@ class StoredPacks[Record](PositionedPacks):
 
     def _open(self) -> None:
         super()._open()
-        self._shard = functools.lru_cache(maxsize=MOST_SHARDS)(self._opened_shard)
-        self._seen: set[int] = set()  # shards that were opened ahead
+        self._shards: OrderedDict[int, ShardFile] = OrderedDict()  # open ones, the last that was used at the end
         self._compared: dict[int, set[int]] = {}
 
     def stored(self, number: int) -> Record:
@@ -211,6 +209,14 @@ class StoredPacks[Record](PositionedPacks):
         except DamagedBytes as error:
             fix = "run 'energon-packing verify', delete what it names and pack again"
             raise UserError(f"pack {number} in {shown(shard.path)} is damaged: {error}; {fix}") from error
+
+    def _shard(self, number: int) -> ShardFile:
+        if number not in self._shards:
+            while len(self._shards) >= MOST_SHARDS:
+                self._shards.popitem(last=False)
+            self._shards[number] = self._opened_shard(number)
+        self._shards.move_to_end(number)
+        return self._shards[number]
 
     def _opened_shard(self, number: int) -> ShardFile:
         entry = self._packed.facts.shards[number]
@@ -231,7 +237,7 @@ class StoredPacks[Record](PositionedPacks):
         root = Path(dataset.media_root)
         first = any(file.shard >= 0 for file in sample.files) and not self._compared.get(sample.dataset)
         if first and ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
-            what = f"changed since {self._packed.directory} was packed with --media reference (it has another index)"
+            what = f"changed since {shown(self._packed.directory)} was packed with --media reference (it has another index)"
             raise UserError(f"{shown(root)} {what}; bring it back as it was, or measure, plan and pack again")
         check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()), self._files)
         places = self._places(sample.dataset, sample.files, self._shard_of(number))
@@ -261,5 +267,5 @@ def check_stored(packed: Packed, encoder: Any) -> None:
     kind = KINDS.find(packed.plan.facts.kind)
     own_settings = kind.stored_settings(encoder.encoder.fingerprint(), packed.facts.store)
     for name, stored, own in differing(packed.facts.encoder, own_settings, before(kind.encoder_config)):
-        what = f"{packed.directory} was packed with {name}={stored}, but this run has {own}"
+        what = f"{shown(packed.directory)} was packed with {name}={stored}, but this run has {own}"
         raise ConfigError(f"{what}; restore the setting, or plan and pack again.")

@@ -170,6 +170,12 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         pack.delays = (0,) * len(pack.keys)
         return pack
 
+    @property
+    def files(self) -> TarFiles:
+        """What packs are read from, and ahead, in this process."""
+        self._opened()
+        return self._files
+
     def _opened(self) -> Ledger:
         """Opens sources and ledger in the process that reads."""
         worker = getattr(torch.utils.data.get_worker_info(), "id", 0)
@@ -284,10 +290,12 @@ class PlannedSource:
 
 
 class PlannedPacks(PositionedPacks):
-    """The packs of a plan, each measured again and compared with the plan before it is rendered."""
+    """The packs of a plan, each measured again and compared with the plan before it is rendered. Without ``media``,
+    which are not rendered, they are not read ahead."""
 
-    def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
+    def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0, media: bool = True) -> None:
         super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
+        self._read = None if media else 1
         self._plan = plan
         self._sources: list[PlannedSource] = []
         self._kind = KINDS.find(plan.facts.kind)
@@ -314,7 +322,7 @@ class PlannedPacks(PositionedPacks):
         yield self._places(() if number is None else self._samples_of(number))
 
     def _places(self, planned: Iterable[PlannedSample]) -> list[Place]:
-        return [place for each in planned for place in self._sources[each.dataset].places(each)]
+        return [place for each in planned for place in self._sources[each.dataset].places(each)[: self._read]]
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         return self._assembled([*self._rendered(self._samples_of(number), ledger).values()])
@@ -347,7 +355,7 @@ class PlannedPacks(PositionedPacks):
         sizes = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
         if sizes != planned.sizes:
             reason = sample.problem.detail if sample.problem else f"it has {sizes} {self._kind.sizes}"
-            what = f"is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}"
+            what = f"is planned with {planned.sizes} {self._kind.sizes} in {shown(self._plan.path)}"
             raise UserError(f"sample {planned.name} {what}, but {reason}; {REMEDY}")
         return sample
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import batched, count
@@ -96,8 +97,7 @@ def work_shared(
     named, share = shared.tasks, tasks[shared.rank :: shared.world_size]
     if named is not None:
         share = _listed(named, {label(task): task for task in tasks})
-    for task in share:
-        results[task.number] = there(task)
+    _look(there, share, results, directories)
     # Not every world_size-th of what is left: ranks look at different times.
     mine = left = [task for task in share if results[task.number] is None]
     reused, dead = len(share) - len(mine), dict[int, str]()
@@ -135,8 +135,8 @@ def work_shared(
     # Other ranks may have finished meanwhile; of those in lists somebody else looks.
     others = [task for task in tasks if results[task.number] is None and task.number not in dead]
     if not (missing := (_absent([file(task) for task in others]) if file else 0) if named is None else len(others)):
+        _look(there, others, results, directories)
         for task in others:
-            results[task.number] = there(task)
             if results[task.number] is None and (result := hole(task)) is not None:
                 results[task.number], dead[task.number] = result, f"{label(task)} was set aside by another command"
         missing = [results[task.number] for task in others].count(None)
@@ -153,6 +153,14 @@ def _absent(files: Sequence[Path]) -> int:
         here = next(os.walk(directory), ("", [], []))[2] if address is None else [name for name, _ in listed(address)]
         names[directory] = {*here}
     return sum(path.name not in names[path.parent] for path in files)
+
+
+def _look(there: Callable[[Any], Any], tasks: Sequence[Any], results: list[Any], directories: Sequence[Path]) -> None:
+    """Sets the results of tasks that are done; several are looked for at once in an object store."""
+    with ThreadPoolExecutor(32) as pool:  # they wait for the storage
+        found = (pool.map if any(map(remote_address, directories)) else map)(there, tasks)
+        for task, result in zip(tasks, found, strict=True):
+            results[task.number] = result
 
 
 def _listed(file: Path, named: dict[str, Any]) -> list[Any]:

@@ -88,10 +88,18 @@ class _RemotePieces:
         return pool
 
     def start(self, owner: Any, places: Iterable[Place]) -> None:
-        """Reads ranges for `owner`, those that are not under way. Each is handed out once; name it twice for two."""
+        """Reads ranges for `owner`, those that are not under way for another one, with which it shares them then. Each
+        is handed out once; name it twice for two."""
         joined: list[tuple[str, int, int, int]] = []
         for path, begin, size in sorted(places):
-            if (address := remote_address(path)) is None or size <= 0 or self._find(address, begin):
+            if (address := remote_address(path)) is None:
+                continue
+            while size > 0 and (piece := self._find(address, begin)):
+                part = min(size, piece.stop - begin)
+                if owner is not None:  # else it is what a pack needs now, for which it was read
+                    piece.owner, piece.left = owner, piece.left + part
+                begin, size = begin + part, size - part
+            if size <= 0:
                 continue
             other, first, stop, left = joined[-1] if joined else ("", 0, 0, 0)
             end = max(stop, begin + size)
@@ -339,7 +347,7 @@ class ShardIndex:
             ).fetchone()
         except sqlite3.Error as error:
             vars(self).pop("_database", None)  # what failed is opened anew
-            raise RuntimeError(f"{self.root} has no media metadata") from error
+            raise RuntimeError(f"{shown(self.root)} has no media metadata") from error
         if row is None:
             raise KeyError(name)
         return deserialize_media_metadata(*row)

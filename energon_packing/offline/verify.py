@@ -43,7 +43,16 @@ from energon_packing.offline.plan import (
 from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
-from energon_packing.remote_files import absolute, check_remote, exists, file_size, open_file, shown, unfinished
+from energon_packing.offline.source import TarFiles
+from energon_packing.remote_files import (
+    absolute,
+    check_remote,
+    exists,
+    file_size,
+    open_file,
+    shown,
+    unfinished,
+)
 from energon_packing.sample_kind import KINDS
 from energon_packing.thd.batch import PackedBatch
 
@@ -238,7 +247,8 @@ def _check_index(index: Index) -> None:
         good = rows.filter(rows.column("reason").is_null())
         tokens = sum(pc.sum(good.column(name)).as_py() or 0 for name in ("length", "second"))
         if (rows.num_rows - good.num_rows, tokens) != (shard.dropped, shard.tokens):
-            raise UserError(f"{shard.name} of {dataset.path} has other samples than {index.directory} says; measure it")
+            where, index_there = shown(dataset.path), shown(index.directory)
+            raise UserError(f"{shard.name} of {where} has other samples than {index_there} says; measure it")
 
 
 def _check_parquet(files: Sequence[Path]) -> None:
@@ -278,6 +288,7 @@ class ShardVerifier:
         return ShardVerifier, (self._packed, self._chosen)  # an encoder is loaded where it is used
 
     def begin(self) -> None:
+        self._files = TarFiles()
         self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
@@ -298,7 +309,7 @@ class ShardVerifier:
     def _wrong(self, entry: ShardEntry) -> Iterator[tuple[int | None, str]]:
         path = shown(file := shard_path(self._packed.directory, entry.number))
         try:
-            shard = ShardFile(file)
+            shard = ShardFile(file, self._files.content)
         except UserError as error:
             yield None, str(error)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -250,6 +251,7 @@ def test_conversions_to_one_address_never_make_a_data_set_of_each_others_shards(
     two = write_lines(tmp_path / "two.jsonl", [sharegpt(f"k{n}", f"gamma {n}") for n in range(30)])
     few = write_lines(tmp_path / "few.jsonl", [sharegpt("k", "beta")])
     out, place = f"msc://bucket/{name}", bucket / name
+    made = functools.partial(converted, out=out, split={"train": 1.0})  # shards of equal names
     original = {"store": remote_files.store, "remove": remote_files.remove}
 
     def killed(what: str, at: str, *sources: Path, **options: Any) -> None:
@@ -261,32 +263,32 @@ def test_conversions_to_one_address_never_make_a_data_set_of_each_others_shards(
         with monkeypatch.context() as patch:
             patch.setattr(f"energon_packing.convert.workspace.{what}", step)
             with pytest.raises(Killed):
-                converted(*sources, out=out, **options)
+                made(*sources, **options)
 
     if when == "another node":
         killed("store", "dataset.yaml", one)
         with monkeypatch.context() as patch:
             (tmp_path / "node").mkdir()
             patch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
-            converted(two, out=out, overwrite=True)
+            made(two, overwrite=True)
         with pytest.raises(UserError, match=rf"--out {out} lacks text/train-0.* as it was sent; start again without"):
-            converted(one, out=out, overwrite=True, resume=True)
+            made(one, overwrite=True, resume=True)
         assert kept_in(two, place)
-        converted(one, out=out, overwrite=True)
+        made(one, overwrite=True)
     elif when == "this node":
 
         def step(file: Path, address: str) -> None:
             if address.endswith("conversion.json"):
                 with pytest.raises(UserError, match=f"another conversion is writing to {out}; wait for it"):
-                    converted(two, out=out, overwrite=True)
+                    made(two, overwrite=True)
             original["store"](file, address)
 
         monkeypatch.setattr("energon_packing.convert.workspace.store", step)
-        converted(one, out=out)
+        made(one)
     else:
-        converted(two, out=out)
+        made(two)
         killed("remove", ".tar", few, overwrite=True)
-        assert not converted(few, out=out, resume=True).skipped
+        assert not made(few, resume=True).skipped
         assert len(list(place.rglob("*.tar"))) == 1
         assert kept_in(few, place)
         return

@@ -99,8 +99,8 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "offline/shared_work.py",
-                "    for task in share:\n        results[task.number] = there(task)\n",
-                "    results = [*map(there, tasks)]\n",
+                "    _look(there, share, results, directories)\n",
+                "    _look(there, tasks, results, directories)\n",
             ),
         ),
     ),

@@ -77,13 +77,31 @@ REMOTE_READING_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("offline/loader.py", "yield [*coming][::workers]", "yield [*coming][:PACKS_AHEAD]"),),
     ),
     Mutation(
+        trap=272,
+        name="a shard that was closed is not read ahead again",
+        test=AHEAD + "test_shards_that_were_closed_are_read_ahead_in_later_passes_too[polylithic-pixels]",
+        oracle="the thread that reads",
+        edits=(
+            (
+                "offline/packed.py",
+                "if at not in self._shards:\n            if facts",
+                'if at not in (it := vars(self).setdefault("_seen", set())) and not it.add(at):\n            if facts',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=272,
+        name="what two packs need is counted once",
+        test=AHEAD + "test_packs_share_what_is_read_ahead_for_both",
+        oracle="the requests",
+        edits=(("offline/source.py", "piece.owner, piece.left = owner, piece.left + part", "pass"),),
+    ),
+    Mutation(
         trap=274,
         name="a shard that became shorter is taken for a store that is away",
         test=ANOTHER + "other-pixels/shard-00001.bin]",
         oracle="the shard that was put there",
-        edits=(
-            ("remote_files.py", "            if offset < client.info(path).content_length:", "            if True:"),
-        ),
+        edits=(("remote_files.py", "if offset < client.info(path).content_length:", "if True:"),),
     ),
     Mutation(
         trap=274,

@@ -107,4 +107,57 @@ STORE_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
     ),
+    Mutation(
+        trap=258,
+        name="shards of another conversion are taken for those that were sent",
+        test=REMOTE + "test_conversions_to_one_address_never_make_a_data_set_of_each_others_shards[another node]",
+        oracle="the texts of two conversions to one address",
+        edits=(
+            (
+                "convert/workspace.py",
+                "if name not in notes or notes[name] != there.get(name)}",
+                "if name not in notes or name not in there}",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=258,
+        name="a conversion that was killed before old shards were removed is finished",
+        test=REMOTE + "test_conversions_to_one_address_never_make_a_data_set_of_each_others_shards[old shards]",
+        oracle="the tars that are left",
+        edits=(("convert/workspace.py", "None if exists(config.out / MARK) else read_report", "read_report"),),
+    ),
+    Mutation(
+        trap=258,
+        name="two conversions on one machine write to one address",
+        test=REMOTE + "test_conversions_to_one_address_never_make_a_data_set_of_each_others_shards[this node]",
+        oracle="a second conversion while the first stores what completes it",
+        edits=(
+            (
+                "convert/pipeline.py",
+                "            stack.enter_context(workspace.alone(local.parent, config.out))\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=258,
+        name="a plan in a store is replaced by that of other packs",
+        test=ADDRESSES + "test_neither_packs_nor_an_index_take_the_place_of_others[polylithic-there]",
+        oracle="the id of the plan that was there",
+        edits=(
+            (
+                "offline/formats/shards.py",
+                'if new and there and there.get("id") != self.facts.plan:',
+                "if not there and new and there:",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=260,
+        name="a secret key with a slash is no secret",
+        test=ADDRESSES + "test_no_message_repeats_a_key_or_a_signature",
+        oracle="a search for the secret in what commands print",
+        edits=((FILES, r'"://[^/?#\s]*(?::\S*)?@"', r'"://[^/?#\s]*@"'),),
+    ),
 )

@@ -4,11 +4,13 @@ answers in between.
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import re
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from energon_packing import errors, remote_files
 from energon_packing.cli.main import cli
 from energon_packing.demo import processor_path
 from energon_packing.errors import UserError
-from energon_packing.offline.files import HOST
+from energon_packing.offline.files import HOST, read_json, write_json, writing
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -305,6 +307,57 @@ def test_a_bucket_that_is_missing_and_a_typo_are_one_sentence(dataset, run_of, t
         done = CliRunner().invoke(cli, [*map(str, arguments)])
         assert done.exit_code == 2
         assert re.match(rf"Error: .*{said}", done.output.strip().splitlines()[-1]), done.output
+
+
+@pytest.mark.parametrize("at", ["here", "there"])
+def test_neither_packs_nor_an_index_take_the_place_of_others(served, dataset, run_of, tmp_path, at):
+    out = tmp_path if at == "here" else beside(served[1], "taken")
+    measure(MeasureConfig(paths=(dataset,), out=out / "index", workers=0), run := run_of(dataset))
+    remote_files.make_directory(out / "taken")
+    make_plan([out / "index"], run, out / "plan.parquet")
+    before = make_plan([out / "index"], run_of(dataset, seq_length=1024), out / "taken/plan.parquet")
+    with pytest.raises(UserError, match=r"taken/plan.parquet is another plan than .*/plan.parquet; choose another"):
+        pack(PackConfig(plan=out / "plan.parquet", out=out / "taken"))
+    assert Plan.open(out / "taken/plan.parquet").facts.id == before.id
+    data = dataset if at == "here" else Path(served[1])
+    with pytest.raises(UserError, match=f"{remote_files.shown(data)} is there and is not an index"):
+        measure(MeasureConfig(paths=(dataset,), out=data, workers=0), run)
+
+
+def test_a_description_is_of_one_object_though_it_grows_while_it_is_read(served, tmp_path, monkeypatch):
+    there, read = Path(f"{os.path.dirname(served[1])}/grows.json"), multistorageclient.StorageClient.read
+    write_json(there, {"format": 1, "text": "short"})
+
+    def replaced(self, path, *more, **options):
+        monkeypatch.setattr(multistorageclient.StorageClient, "read", read)
+        write_json(there, {"format": 1, "text": "long" * 99})
+        return read(self, path, *more, **options)
+
+    monkeypatch.setattr(multistorageclient.StorageClient, "read", replaced)
+    assert read_json(there, dict, version=1, what="a text", remedy="plan")["text"] == "long" * 99
+
+
+def test_a_small_description_takes_little_memory(tmp_path):
+    write_json(tmp_path / "small.json", {"format": 1})
+    tracemalloc.start()
+    read_json(tmp_path / "small.json", dict, version=1, what="a text", remedy="plan")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "x"), "made in {private} first, .*{system}.*make room or point TMPDIR elsewhere"),
+        (OSError(errno.EIO, "it differs"), "packed.json cannot be written .it differs.; make room or choose another"),
+    ],
+)
+def test_a_full_directory_for_temporary_files_is_no_full_store(served, error, said):
+    path = Path(served[1]) / "packed.json"
+    private, system = remote_files.private_directory(), os.strerror(errno.ENOSPC)
+    with pytest.raises(UserError, match=said.format(private=private, system=system)), writing(path, "pack"):
+        raise error
 
 
 def test_a_plan_and_its_first_pack_are_opened_with_five_requests_at_most(served, dataset, run_of, tmp_path):

@@ -104,9 +104,9 @@ def test_a_command_of_many_looks_at_its_own_part_and_compares_no_plan_byte_by_by
     pack(options(plan_of, out, rank=0, world_size=4))
     opened, read = ShardFile.__init__, Plan._read
 
-    def open_recorded(self, path):
+    def open_recorded(self, path, *more):
         seen.append(path.name)
-        opened(self, path)
+        opened(self, path, *more)
 
     def read_recorded(self, number, columns):
         seen.append("the whole plan" if columns else "rows")

@@ -69,10 +69,6 @@ class ShardPacker(PackFormat):
     def stored(self, planned: PlannedPack, media: "MediaCopy | None") -> Any:
         """Makes one pack; compressed media are copied to `media`, or stay where they are if it is None."""
 
-    def forget_open_files(self) -> None:
-        super().forget_open_files()
-        self._files = TarFiles()
-
     def stored_firsts(self) -> tuple[int, ...]:
         there = PackedFacts.read(self.config.out) if exists(self.config.out / PACKED_FILE) else None
         alike = [getattr(there, name, None) == getattr(self.config, name) for name in ("store", "media", "shard_packs")]
@@ -93,7 +89,9 @@ class ShardPacker(PackFormat):
         make_directory(out)
         facts = read_facts(plan)
         with locked(out):
-            new = not exists(out / PACKED_FILE)
+            new, there = not exists(out / PACKED_FILE), read_facts(out / PLAN_FILE)
+            if new and there and there.get("id") != self.facts.plan:
+                raise UserError(f"{shown(out / PLAN_FILE)} is another plan than {shown(plan)}; choose another --out")
             for name, value in (self.facts if new else PackedFacts.read(out)).settings.items():
                 for inner, packed, asked in differing(
                     {name: value}, {name: self.facts.settings[name]}, {"encoder": self._older}
@@ -103,7 +101,7 @@ class ShardPacker(PackFormat):
                     raise UserError(f"{what}; choose another --out, or delete the directory")
             # Plans are equal wherever their data sets are, so a continued one may say where they are now. The id is a
             # digest of its rows, which are not compared: there may be a thousand commands.
-            if read_facts(out / PLAN_FILE) != facts:
+            if there != facts:
                 copy_plan(self.plan, out / PLAN_FILE)
             if new:
                 self.facts.save(out)
@@ -137,7 +135,7 @@ class ShardPacker(PackFormat):
                 media = None
                 if self.facts.media == "copy":
                     copied = stack.enter_context(replacing(media_path(self.config.out, number)))
-                    media = MediaCopy(stack.enter_context(copied.open("wb", buffering=0)), self._files)
+                    media = MediaCopy(stack.enter_context(copied.open("wb", buffering=0)), self.planned.files)
                 for planned in self.planned_packs(number):
                     stored = self.stored(planned, media)
                     samples += len(stored.order)

@@ -237,7 +237,7 @@ class StoredPacks[Record](PositionedPacks):
         root = Path(dataset.media_root)
         first = any(file.shard >= 0 for file in sample.files) and not self._compared.get(sample.dataset)
         if first and ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
-            what = f"changed since {shown(self._packed.directory)} was packed with --media reference (it has another index)"
+            what = f"changed since {shown(self._packed.directory)} was packed with --media reference: another index"
             raise UserError(f"{shown(root)} {what}; bring it back as it was, or measure, plan and pack again")
         check_media(dataset, sample.files, self._compared.setdefault(sample.dataset, set()), self._files)
         places = self._places(sample.dataset, sample.files, self._shard_of(number))

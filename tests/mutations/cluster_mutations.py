@@ -127,7 +127,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         test=ASIDE + "test_lists_that_cannot_be_are_refused[polylithic-words4-which is no shard of this command; write "
         "the lists anew]",
         oracle="the definition",
-        edits=(("offline/shared_work.py", "    if listed is not None:\n", "    if False:\n"),),
+        edits=(("offline/shared_work.py", "    if named is not None:\n", "    if False:\n"),),
     ),
     Mutation(
         trap=270,

@@ -129,7 +129,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a task whose worker died is not done again",
         test=EXECUTORS + "test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others",
         oracle="the notes that each attempt leaves",
-        edits=(("executors/work.py", "MOST_DEATHS - 1 else self._again).append(attempt)", "MOST_DEATHS - 1 else [])"),),
+        edits=(("executors/work.py", "(self._last if suspect else self._again).append(attempt)", "pass"),),
     ),
     Mutation(
         trap=104,
@@ -163,7 +163,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a task that waited behind the one at which a worker died is lost",
         test=EXECUTORS + "test_a_task_that_waits_behind_another_is_done_once_whatever_happens_to_its_worker",
         oracle="the numbers squared",
-        edits=(("executors/local.py", "                        attempts.give_back(*worker.given)\n", ""),),
+        edits=(("executors/local.py", "                    attempts.give_back(*worker.given)\n", ""),),
     ),
     Mutation(
         trap=104,

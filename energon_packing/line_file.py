@@ -22,7 +22,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOL
 def lock(file: IO[bytes] | IO[str], place: Path, *, wait: bool, byte: int | None = None) -> None:
     """Locks an open file until it is closed: one ``byte`` of it for this process (POSIX), or the open file (BSD).
     ``place`` is what the lock is for, as the user knows it. Raises BlockingIOError, PermissionError: another process
-    has the lock, for which it is not to ``wait``; OSError: another failure of the file system. Warns: it has none."""
+    has the lock, for which it is not to ``wait``; OSError: it fails. Warns UserWarning: it has no locks."""
     how = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
     try:
         if byte is None:

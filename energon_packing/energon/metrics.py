@@ -144,7 +144,7 @@ class RunLines:
         self._begun = False
 
     def read(self) -> bool:
-        """Reads what was written since the last call; returns whether there was any. Raises `UserError`: it cannot."""
+        """Reads what was written since the last call; returns whether any was. Raises `UserError`: unreadable."""
         news = False
         try:
             for path in sorted(self._directory.glob("rank*.jsonl")):

@@ -186,7 +186,7 @@ class FrameStack:
         self.missing -= 1
 
     def tensor(self) -> torch.Tensor:
-        """Uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is missing."""
+        """uint8 ``[indices, 3, H, W]``, a view of rows of pixels; ``corrupt_media`` if a wanted frame is missing."""
         if self._frames is None or self.missing:
             first = self.wanted[len(self.wanted) - self.missing]
             raise SampleRejected("corrupt_media", f"the video ends before frame {first}, but more frames were measured")

@@ -130,6 +130,7 @@ def test_a_pack_takes_few_requests(shelf, run_of, way):
         shards = len(PackedFacts.read(local / way).shards)
         named = {name: count for name, count in asked.items() if name.endswith(".tar")}
         assert sum(count for name, count in asked.items() if name.startswith("shard-")) <= packs + shards
+        assert not any(how == "HEAD" and "shard-" in path for how, path, _ in store.requests)  # the manifest tells
         assert sum(count for name, count in asked.items() if name.startswith("media-0")) <= (
             sum(named.values()) if way == "named" else packs + shards if way == "copied" else 0
         )

@@ -345,6 +345,13 @@ def use_packed_data(
     if global_batch_size is not None:
         cfg.train.global_batch_size = global_batch_size
         cfg.validation.eval_global_batch_size = None
+    return set_run(cfg, train_iters=train_iters, pretrained_checkpoint=pretrained_checkpoint, directory=directory)
+
+
+def set_run(
+    cfg: Any, *, train_iters: int | None = None, pretrained_checkpoint: str | None = None, directory: str | None = None
+) -> Any:
+    """Sets how long a configuration trains, from which weights and where; returns it. Arguments: `use_packed_data`."""
     if train_iters is not None or cfg.scheduler.lr_decay_iters == cfg.train.train_iters:
         cfg.scheduler.lr_decay_iters = None  # Bridge then takes the iterations of the run, overrides included
     if train_iters is not None:

@@ -62,7 +62,8 @@ def run(
                 }
     for name, points in seconds.items():
         if len(points) > 1:
-            yield {"limits": name, "exponent": round(float(np.polyfit(*np.log(np.array(points).T), 1)[0]), 3)}
+            many, took = np.log(np.array(points, np.float64)).T
+            yield {"limits": name, "exponent": round(float(np.polyfit(many, took, 1)[0]), 3)}
 
 
 def planned(place: Path, name: str, band: int = bands.BAND) -> dict[str, Any]:

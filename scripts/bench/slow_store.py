@@ -79,8 +79,8 @@ async def _answer(
             if method == "GET":
                 counts[3] += end - begin
                 await asyncio.sleep((end - begin) / rate)
-                with file.open("rb") as body:
-                    await asyncio.get_running_loop().sendfile(writer.transport, body, begin, end - begin)
+                with file.open("rb") as content:
+                    await asyncio.get_running_loop().sendfile(writer.transport, content, begin, end - begin)
     writer.close()
 
 

@@ -25,10 +25,14 @@ from bench.loader_run import LoaderJob, _children_of, _cpu_of, run_config
 from bench.slow_store import slow_store
 from energon_packing.config import PlanConfig
 from energon_packing.demo import processor_path
+from energon_packing.offline.packed import Media, Store
 
 REACH = {"plan": 0.6, "packed, media copied": 0.9}
 """Share of the local rate."""
-_WAYS = {"packed, media copied": ("tokens", "copy"), "packed, pixels": ("pixels", "reference")}
+_WAYS: dict[str, tuple[Store, Media]] = {
+    "packed, media copied": ("tokens", "copy"),
+    "packed, pixels": ("pixels", "reference"),
+}
 
 
 def loaders(place: Path, address: str, given: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
@@ -52,7 +56,8 @@ def loaders(place: Path, address: str, given: argparse.Namespace) -> Iterator[tu
         measure(MeasureConfig(paths=(root,), out=place / f"index-{name}", workers=0), run)
         plans[name] = place / f"{name}.parquet"
         make_plan([place / f"index-{name}"], run, plans[name])
-    yield "plan", *(functools.partial(open_loader, at(plans[name])) for name in ("local", "store"))
+    local, stored = (functools.partial(open_loader, at(plans[name])) for name in ("local", "store"))
+    yield "plan", local, stored
     for number, (name, (store, media)) in enumerate(_WAYS.items()):
         out = place / "served" / f"packed-{number}"
         pack(PackConfig(plan=plans["local"], out=out, store=store, media=media, shard_packs=given.shard_packs))

@@ -169,7 +169,9 @@ def _verified(config: VerifyConfig, progress: Progress) -> VerifyReport:
         index = Index.open(path)
         shards = [shard for each in index.datasets for shard in each.shards]
         samples = sum(shard.samples for shard in shards)
-        return VerifyReport(findings=_told(_check_index, index), shards=len(shards), samples=samples)
+        holes = [f"{each.root}/{it.name}" for each in index.datasets for it in each.shards if it.set_aside]
+        lacks = [Finding(shard=None, pack=None, what=f"{hole} was set aside; measure again") for hole in holes]
+        return VerifyReport(findings=(*_told(_check_index, index), *lacks), shards=len(shards), samples=samples)
     if not is_packed(path) and (files := sorted(path.glob("packs-*.idx.parquet"), key=lambda it: (len(it.name), it))):
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
     packed = Packed.open(path)

@@ -91,7 +91,8 @@ def test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name(
     (part,) = index.datasets
     hole = f"{part.root}/{POISON}"
     assert [shard.name for shard in part.shards if shard.set_aside] == [POISON]
-    assert not verify(VerifyConfig(directory=out)).findings
+    (finding,) = verify(VerifyConfig(directory=out)).findings
+    assert hole in str(finding)
     run = run_of(dataset)
     with pytest.raises(UserError, match=f"lacks the 6 samples of shards .*--without .*{POISON}"):
         make_plan([out], run, tmp_path / "plan.parquet")

@@ -83,7 +83,7 @@ BAND_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "offline/planner.py",
                 "        if not self._parts:\n            self.clear()\n",
-                "",
+                "        if not self._parts:\n            self._out.mkdir(exist_ok=True)\n",
             ),
         ),
     ),

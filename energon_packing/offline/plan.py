@@ -45,7 +45,7 @@ from energon_packing.offline.samples import Drop, Sources
 from energon_packing.packing.constraints import Size
 from energon_packing.packing.dynamic_context import StepSamples
 from energon_packing.packing.model_cost import CONSTANTS
-from energon_packing.remote_files import check_remote, exists, make_directory, open_file, shown
+from energon_packing.remote_files import check_remote, exists, make_directory, open_file, remote_address, shown
 
 FORMAT = 1
 ROW_GROUP, LEAST_ROWS, MOST_GROUPS = 1 << 16, 1 << 12, 1 << 12
@@ -330,7 +330,8 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     """What the metadata or the manifest of a plan say; None if there is none that can be read."""
     try:
         if not exists(path / MANIFEST):
-            return read_metadata(path)
+            # A file that is not there is not waited for, though its directory may be empty.
+            return read_metadata(path) if remote_address(path) or exists(path) else None
         with read_again(path, lambda: open_file(path / MANIFEST)) as file:
             found = json.loads(file.read())
     except (OSError, ValueError, RecursionError):

@@ -81,4 +81,4 @@ def test_memory_that_a_slow_start_takes_is_no_growth(monkeypatch, grown, code):
 def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
-    assert "loader|memory|convert|measure|plan|pack|packing" in done.stderr
+    assert "loader|memory|convert|measure|plan|pack|store|packing" in done.stderr

@@ -273,7 +273,7 @@ def test_nothing_is_planned_where_the_kept_packs_have_all_epochs(index: Path, wi
 def test_samples_that_were_left_out_come_once_in_each_epoch_that_is_left(tmp_path: Path) -> None:
     """As where a shard that was set aside could be measured at last."""
     rows = drawn_rows(120)
-    bad = [each | {"reason": "set_aside", "detail": "nobody could measure it"} for each in drawn_rows(40, seed=2)]
+    bad = [each | {"reason": "unmeasured", "detail": "nobody could"} for each in drawn_rows(40, seed=2)]
     before = made_index(tmp_path / "before", {"a": [rows, bad]})
     old = planned(before, tmp_path / "old.parquet", epochs=6)
     after = made_index(tmp_path / "after", {"a": [rows, drawn_rows(40, seed=2)]})

@@ -156,11 +156,10 @@ def show_summary(result: dict[str, Any]) -> None:
         names = [each["name"] for each in result["datasets"]]
         console.print(table(mix_cells(mix), left=("share of tokens, packs",), right=names))
     if result.get("unfinished"):
-        more = "more of plan.stages make" if result["unfinished"] == "its stages" else "plan.epochs makes"
-        say(
-            f"ends in the middle of {result['unfinished']}: a run that reads more packs than these is refused; "
-            f"{more} more"
-        )
+        where, more = f"in the middle of {result['unfinished']}", "plan.epochs makes"
+        if result["unfinished"] == "its stages":
+            where, more = "with its last stage", "more of plan.stages make"
+        say(f"ends {where}: a run that reads more packs than these is refused; {more} more")
     lengths = [(f"{line['from']:,} to {line['below'] - 1:,}", f"{line['samples']:,}") for line in result["histogram"]]
     console.print(table(lengths, left=(f"{unit} of a sample",), right=("samples",)))
     shares = [(ranks, f"{efficiency:.2%}") for ranks, efficiency in result["balance"].items()]

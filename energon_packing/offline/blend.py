@@ -310,7 +310,7 @@ class AllSamples:
         for name in sorted((facts.decided.keys() | decided.keys()) - {"plan", "rest", "extends"}):
             if (before := facts.decided.get(name)) != (now := decided.get(name)):
                 what = f"was made with {name} {before!r}, now it is {now!r}"
-                raise UserError(f"{plan.path} {what}; packs stay as they are.")
+                raise UserError(f"{plan.path} {what}; restore it for the packs that stay, or plan without --extend.")
         numbers = {record: at for at, record in enumerate(it for each in sources.datasets for it in each.records)}
         of_plan = [[numbers.get(record, -1) for record in each.records] for each in facts.datasets]
         shards = np.array([[*each, *[-1] * (max(map(len, of_plan)) - len(each))] for each in of_plan])

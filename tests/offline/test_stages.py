@@ -1,5 +1,6 @@
 """Plans of stages with a mix of their own, and plans that go on from one that is half trained."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_index import drawn_rows, made_index, row
+from test_planned_loader import planned as planned_run
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.explain import changes
 from energon_packing.offline.loader import too_short
+from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.verify import check_rows
@@ -297,3 +300,25 @@ def test_a_longer_plan_begins_with_the_packs_of_a_shorter_one_however_many_bands
         planned(index, tmp_path / f"{len(it)}.parquet", **weights, **it) for it in (less, more | {"seed": 0})
     )
     assert every(short) == long.packs(0, len(short))
+
+
+def test_a_state_of_the_old_plan_goes_on_up_to_what_is_kept_and_no_further(
+    dataset: Path, run_of: Any, tmp_path: Path
+) -> None:
+    old = planned_run(run_of(dataset, seq_length=1024), dataset, tmp_path)
+    out, first = tmp_path / "extended.parquet", 3
+    make_plan([tmp_path / "index"], old, out, extend=Path(old.data.path), first=first)
+    new = dataclasses.replace(old, data=dataclasses.replace(old.data, path=str(out)))
+    expected = [pack.keys for pack in open_loader(new)]
+    loader = open_loader(old)
+    packs = iter(loader)
+    for _ in range(first):
+        next(packs)
+    resumed = open_loader(new)
+    resumed.restore_state(loader.save_state())
+    assert [pack.keys for pack in resumed] == expected[first:]
+    next(packs)
+    with pytest.raises(
+        ConfigError, match=f"keeps only the packs before {first}; make the plan once more with --from 4"
+    ):
+        open_loader(new).restore_state(loader.save_state())

@@ -163,7 +163,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a task that waited behind the one at which a worker died is lost",
         test=EXECUTORS + "test_a_task_that_waits_behind_another_is_done_once_whatever_happens_to_its_worker",
         oracle="the numbers squared",
-        edits=(("executors/local.py", "                    attempts.give_back(*worker.given)\n", ""),),
+        edits=(("executors/local.py", "attempts.give_back(*worker.given)", "[*map(attempts.done, worker.given)]"),),
     ),
     Mutation(
         trap=104,

@@ -135,6 +135,7 @@ def run(place: Path, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "megabytes_per_pack": round(spent["bytes"] / read / 1e6, 2),
                 "usd_per_million_packs": round(asked * given.usd_per_million_requests, 2),
             }
+            del here, there  # their workers would read ahead from a store that is gone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

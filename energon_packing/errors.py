@@ -70,8 +70,8 @@ def refuse(*mistakes: tuple[object, str]) -> None:
 
 class SampleRejected(Exception):
     """One sample cannot be used: ``reason`` is a short, stable word for counting, such as ``"missing_media"`` or
-    ``"oversize"``; ``detail`` one sentence for a reader, with the values; ``length`` the tokens of the sample if it is
-    rejected for its length, for use by programs, None otherwise."""
+    ``"oversize"``; ``detail`` one sentence for a reader, with the values; ``length`` the sample's if it is rejected for
+    that, for use by programs, None otherwise."""
 
     def __init__(self, reason: str, detail: str, length: int | None = None) -> None:
         super().__init__(f"{reason}: {detail}")

@@ -51,6 +51,7 @@ def measure(ctx: click.Context, datasets: tuple[Path, ...], out: Path, **given: 
         (len(edits) > 1, "Give one of --list, --remove and --prune."),
         (not datasets and not listed and not prune, "Name the DATASET..., such as data/chats."),
         (datasets and (listed or prune), "--list and --prune are for the whole index; leave out DATASET."),
+        (edits and (given["slurm"] or given["tasks"]), "--slurm and --tasks are for measuring; leave them out."),
         (not config and not edits, "Give --config CFG, the YAML with `encoder`."),
     )
     starting(f"Measuring {', '.join(map(shown, datasets))}", quiet=as_json or bool(edits))

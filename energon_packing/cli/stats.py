@@ -128,10 +128,10 @@ def _samples(given: SimpleNamespace, run: RunConfig, progress: ShownProgress, st
     if is_packed(path):
         raise UserError(f"{shown(path)} holds packs; give the plan that it was packed from, or its data set.")
     if is_measured and given.asked & {"full", "workers", "split", "samples"}:
-        raise UserError(f"--full, --workers, --split and --samples are for data sets; {path} is measured already.")
+        raise UserError(f"--full, --workers, --split, --samples are for data sets; {shown(path)} is measured already.")
     if is_plan(path) and given.asked & {"seq_length", "multiple", "window", "seed", "data_parallel"}:
         how = "compare settings with --seq-length, --multiple and --window on its index."
-        raise UserError(f"{path} lacks what it dropped; {how}")
+        raise UserError(f"{shown(path)} lacks what it dropped; {how}")
     if given.full and "samples" in given.asked:
         raise UserError("--full measures all samples; leave out --samples, or --full.")
     if given.workers is not None and not given.full:
@@ -151,7 +151,10 @@ def _samples(given: SimpleNamespace, run: RunConfig, progress: ShownProgress, st
 
     directory = stack.enter_context(dry_workspace())  # goes after SIGTERM, too
     config = MeasureConfig(paths=(path,), out=directory, split=given.split, workers=given.workers)
-    index = measure(config, run, progress).index
+    report = measure(config, run, progress)
+    if report.set_aside:
+        raise UserError("; ".join(report.set_aside))
+    index = report.index
     assert index is not None  # this command measures all shards itself
     return replace(samples_of_index(index, shown(path), run), kind="data set")
 

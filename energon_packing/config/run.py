@@ -85,7 +85,7 @@ class PlanConfig:
                 (self.weights_by == "none", "plan.stages have weights, but plan.weights_by is none; set another unit."),
                 (
                     bool(shares),
-                    f"plan.datasets: {shares[:1]} has weight or epochs, and so have plan.stages; leave it out.",
+                    f"plan.datasets: {', '.join(shares)} has weight or epochs, and so have plan.stages; drop it.",
                 ),
             )
 

@@ -36,8 +36,7 @@ from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.explain import explanation
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.loader import PlannedLoader
-from energon_packing.offline.open_loader import open_pass
-from energon_packing.offline.packed import Packed
+from energon_packing.offline.open_loader import open_pass, plan_behind
 from energon_packing.offline.plan import Plan
 from energon_packing.report.excerpt import Piece, excerpt, visible
 from energon_packing.report.page import ASSETS, escaped, packed_block, page
@@ -84,8 +83,7 @@ def pairs_at(config: RunConfig) -> PairCounts:
     path = config.data.path
     if not is_plan(path) and not is_packed(path):
         return known_pairs(path, config.data.split)
-    plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
-    return pair_counts(plan.facts.datasets)
+    return pair_counts(plan_behind(path).facts.datasets)
 
 
 def wanted_packs(

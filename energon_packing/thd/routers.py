@@ -72,13 +72,13 @@ def _routing(router: Any, logits: torch.Tensor, padding_mask: torch.Tensor | Non
         setattr(router, _REPAIRED, None)
 
 
-def _apply_aux_loss(router: Any, probs: torch.Tensor, scores: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+def _apply_aux_loss(router: Any, probs: Any, scores_for_aux_loss: torch.Tensor, *rest: Any, **more: Any) -> Any:
     """Keeps NaN from the scores, which all balance losses share: Megatron-Core divides by the row's real tokens, and a
     row of padding alone (the end of an epoch) has none."""
     mask = getattr(router, _REPAIRED)
-    if mask is not None and scores.requires_grad:
-        scores.register_hook(lambda gradient: gradient.masked_fill(mask.reshape(-1, 1), 0))
-    return _balance("_apply_aux_loss", router, probs, scores, *rest, **keywords)
+    if mask is not None and scores_for_aux_loss.requires_grad:
+        scores_for_aux_loss.register_hook(lambda gradient: gradient.masked_fill(mask.reshape(-1, 1), 0))
+    return _balance("_apply_aux_loss", router, probs, scores_for_aux_loss, *rest, **more)
 
 
 def _balance(name: str, router: Any, *given: Any, **keywords: Any) -> Any:
@@ -100,8 +100,8 @@ def _apply_expert_bias(router: Any, routing_map: torch.Tensor, padding_mask: Any
     return type(router)._apply_expert_bias(router, routing_map, **more)
 
 
-def _attach_by_the_rows_count(
-    router: Any, activation: torch.Tensor, coefficient: float, aux_loss: torch.Tensor, *rest: Any, **keywords: Any
+def _attach_by_the_rows_count(  # with Megatron's names of the parameters, as it may be called by them
+    router: Any, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, *rest: Any, **more: Any
 ) -> Any:
     mask = getattr(router, _REPAIRED)
     if mask is not None:
@@ -109,9 +109,9 @@ def _attach_by_the_rows_count(
         if group.size() > 1:
             torch.distributed.all_reduce(count, group=group)
         if router.calculate_per_token_loss:
-            keywords["valid_token_count"] = count / group.size()
+            more["valid_token_count"] = count / group.size()
         aux_loss = torch.nan_to_num(aux_loss)  # see `_apply_aux_loss`
-    return type(router).attach_and_log_load_balancing_loss(router, activation, coefficient, aux_loss, *rest, **keywords)
+    return type(router).attach_and_log_load_balancing_loss(router, activation, aux_loss_coeff, aux_loss, *rest, **more)
 
 
 _ON_PARAMS = "energon_packing_padding_mask"

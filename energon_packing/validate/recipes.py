@@ -38,11 +38,11 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
     """The ``ConfigContainer`` of a recipe function (``module:function``); modules of the current folder are found as
     with ``python -m``. ``model_configs`` is a folder of ``NAME/config.json`` of models, used instead of the hub if it
     has the model. Raises ConfigError: no such recipe, or one that fails; UserError: Bridge cannot be imported."""
-    from unittest import mock
-
     module_name, _, function_name = name.partition(":")
     _bridge()
-    with without_output(), mock.patch.object(sys, "path", [str(Path.cwd()), *sys.path]):
+    if (here := str(Path.cwd())) not in sys.path:  # it stays, as `finalize` may import more
+        sys.path.insert(0, here)
+    with without_output():
         try:
             module = importlib.import_module(module_name)
             function = getattr(module, function_name, None)

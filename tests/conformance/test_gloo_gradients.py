@@ -273,3 +273,19 @@ def test_the_report_to_megatron_lm_shows_the_defect_of_the_installed_version(tmp
         [python, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert re.findall(r"(\S+) times the gradient of one rank", ended.stdout) == ["2.000"] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["routing", "_apply_aux_loss", "_apply_expert_bias", "attach_and_log_load_balancing_loss"]
+)
+def test_what_a_router_gets_in_megatrons_place_is_called_by_megatrons_names(name):
+    import inspect
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from energon_packing.thd.routers import _repair
+
+    _repair(router := SimpleNamespace())
+    names = list(inspect.signature(getattr(TopKRouter, name)).parameters)[1:]
+    inspect.signature(getattr(router, name)).bind(**dict.fromkeys(names))

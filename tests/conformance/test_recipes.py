@@ -9,6 +9,7 @@ import json
 import random
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,6 +208,32 @@ def test_the_command_in_the_first_lines_of_a_recipe_file_runs_in_a_fresh_checkou
     (command,) = [line for line in text.replace("\\\n", "").splitlines() if line.startswith("    energon-packing ")]
     done = CliRunner().invoke(cli, shlex.split(command)[1:])
     assert (done.exit_code, "validate() accepts" in done.stdout) == (0, True), done.output
+
+
+def test_what_a_recipe_of_the_current_folder_puts_on_the_path_is_there_when_its_model_is_finalised(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lib").mkdir()
+    for name in ("here_late.py", "lib/lib_late.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "own_recipe.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path / 'lib')!r})\n"
+        f"from bridge_configs.{RECIPES[0][0]} import {RECIPES[0][1]}\n"
+        "def sft_config():\n"
+        f"    config = {RECIPES[0][1]}()\n"
+        "    class Late(type(config.model)):\n"
+        "        def finalize(self):\n"
+        "            import here_late, lib_late\n"
+        "            self.moe_token_dispatcher_type = 'came'\n"
+        "    config.model.__class__ = Late\n"
+        "    return config\n"
+    )
+    monkeypatch.syspath_prepend(str(ROOT))
+    container = run_source(("own_recipe:sft_config",), world_size=RECIPES[0][2]).container
+    assert recipes.finalised(container.model).moe_token_dispatcher_type == "came"
 
 
 @pytest.mark.parametrize(("module", "name", "size"), {recipe[0]: recipe for recipe in RECIPES}.values())

@@ -196,7 +196,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="a row of padding alone makes every gradient NaN",
         test="tests/conformance/test_gloo_gradients.py::test_a_row_of_padding_alone_trains_no_router",
         oracle="Megatron-Core's router, on a row of padding",
-        edits=(("thd/routers.py", "if mask is not None and scores.requires_grad:", "if False:"),),
+        edits=(("thd/routers.py", "if mask is not None and scores_for_aux_loss.requires_grad:", "if False:"),),
         needs_bridge=True,
     ),
     Mutation(

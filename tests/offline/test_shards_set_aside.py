@@ -87,6 +87,8 @@ def test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name(
             assert done.exit_code == 1, done.output
             (told,) = json.loads(done.stdout)["set_aside"]
             assert re.match(f"measuring {POISON} of .* was given up: 3 workers died at it, and the last one was", told)
+        done = invoke("stats", dataset, "--config", config, "--full", "--workers", 2)
+        assert (done.exit_code, done.stderr.count("was given up")) == (2, 1), done.output
     index = Index.open(out)
     (part,) = index.datasets
     hole = f"{part.root}/{POISON}"

@@ -111,7 +111,7 @@ def test_more_stages_begin_with_the_same_packs_and_a_run_is_told_of_them(index: 
     [
         ({"epochs": 2}, "plan.epochs"),
         ({"weights_by": "none"}, "weights_by"),
-        ({"datasets": {"a": {"weight": 1}}}, "'a'. has weight"),
+        ({"datasets": {"a": {"weight": 1}}}, "datasets: a has weight"),
         ({"stages": [{"tokens": 0, "datasets": {"a": 1}}]}, "tokens is 0"),
         ({"stages": [{"tokens": 10, "datasets": {}}]}, "names no data set"),
         ({"stages": [{"tokens": 10, "datasets": {"a": -1}}]}, "a weight of a"),

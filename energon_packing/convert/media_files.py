@@ -260,7 +260,7 @@ def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
         if file.size > max_bytes:
             detail = f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
             raise SampleRejected("media_too_large", detail)
-        return str(local_copy(address, directory))
+        return str(local_copy(address, directory, file))
     except OSError as error:
         fault, why = fault_of(error), f"{reference!r} of {root} cannot be read: {error.strerror or error}"
         if fault == "disk":

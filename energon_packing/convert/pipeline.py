@@ -36,7 +36,7 @@ from energon_packing.convert.sources import find_chunks, find_yielded, read_chun
 from energon_packing.convert.tables import opened_table
 from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines, said_of_system
 from energon_packing.executors.work import Progress, in_order
-from energon_packing.remote_files import remote_address, shown, status, without_secrets
+from energon_packing.remote_files import remote_address, shown, status, unfinished, without_secrets
 
 
 @dataclass(kw_only=True, slots=True)
@@ -343,7 +343,7 @@ def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> Co
         report.write(local)
         stored.complete(tell)
         shutil.rmtree(local.parent)
-    return report
+    return replace(report, notes=[*report.notes, *unfinished(config.out)])
 
 
 def _unwritable(config: ConvertConfig, error: OSError | sqlite3.OperationalError) -> str | None:

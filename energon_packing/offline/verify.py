@@ -151,9 +151,12 @@ class VerifyReport:
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
     """What is wrong with a directory or file (`_verified`), and in a store, uploads there that were broken off."""
-    report = _verified(config, progress)
-    what = "an upload of {} was begun and broken off; abort it, or the store keeps its parts and bills them"
-    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in unfinished(config.directory))
+    broken = unfinished(config.directory)
+    try:
+        report = _verified(config, progress)
+    except UserError as error:
+        raise type(error)("; ".join([str(error), *broken])) from error
+    findings = (Finding(shard=None, pack=None, what=each) for each in broken)
     return dataclasses.replace(report, findings=(*report.findings, *findings))
 
 

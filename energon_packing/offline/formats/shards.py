@@ -4,6 +4,7 @@ each made as the planned loader makes it.
 
 import hashlib
 import json
+import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from energon_packing.config.setting import before
 from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import SampleRejected, UserError, said_of_system
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import differing, locked, replacing, writing
@@ -27,7 +28,7 @@ from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, S
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, copy_plan, drops_path, read_facts
 from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
-from energon_packing.remote_files import exists, file_size, make_directory, shown
+from energon_packing.remote_files import exists, file_size, listed, make_directory, remote_address, shown
 from energon_packing.sample_kind import KINDS
 
 
@@ -81,11 +82,15 @@ class ShardPacker(PackFormat):
         out, plan, place = self.config.out, self.config.plan, shown(self.config.out)
         if exists(out):
             raise UserError(f"{place} is there and is no directory; choose another --out")
-        if out.is_dir() and not exists(out / PACKED_FILE):
+        if not exists(out / PACKED_FILE):
+            with said_of_system(f"{place} cannot be looked at"):
+                here = os.listdir(out) if out.is_dir() else []
+                names = here if (address := remote_address(out)) is None else [name for name, _ in listed(address)]
             ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
-            others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name not in ours]
-            if others:
-                raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
+            others = [name for name in names if name[0] != "." and name not in ours]
+            if others and PACKED_FILE not in names:  # which another command may have written meanwhile
+                has = f"it has {others[0]}"
+                raise UserError(f"{place} is there and is no packed directory ({has}); choose another --out")
         make_directory(out)
         facts = read_facts(plan)
         with locked(out):

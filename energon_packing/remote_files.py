@@ -14,7 +14,6 @@ import itertools
 import os
 import posixpath
 import re
-import socket
 import stat
 import tempfile
 from collections.abc import Callable
@@ -146,10 +145,9 @@ def listed(address: str, most: int | None = None) -> list[tuple[str, RemoteFile]
         below = ((key.removeprefix(directory), each) for key, each in files if key.startswith(directory))
         try:
             return [(name, _described(each)) for name, each in itertools.islice(below, most)]
-        except FileNotFoundError as error:
-            if error.errno is None:  # a link that leads nowhere, on a file system
-                raise UserError(f"{shown(address)} cannot be listed: {str(error).partition('. Use ')[0]}") from error
-            raise OSError(errno.ESTALE, f"a file went while they were listed ({error})", address) from error
+        except FileNotFoundError as error:  # of a file system: one went meanwhile, or a link leads nowhere
+            kind = UserError if error.errno is None else functools.partial(OSError, errno.ESTALE)
+            raise kind(f"{shown(address)} cannot be listed: {str(error).partition('. Use ')[0]}") from error
 
     return _ask(address, ask)
 
@@ -248,8 +246,7 @@ def local_copy(address: str, directory: Path, before: RemoteFile, version: str =
         if (there.st_size, there.st_mtime_ns) == (before.size, before.changed):
             return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Containers may share the name of their host, and have processes of the same number.
-    part = target.with_name(f".{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}.part")
+    part = target.with_name(f".{os.urandom(8).hex()}.part")  # names of hosts and processes may be those of others
     try:
         _ask(address, lambda client, path: client.download_file(path, str(part)))
         if part.stat().st_size != before.size or status(address) != before:
@@ -333,9 +330,8 @@ def remove(address: str) -> None:
 def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
     """Calls the client of an address with its path in the store; what fails in passing is tried again."""
     check_remote("the address", address)
+    unusable = f"{shown(address)} cannot be used"
     import multistorageclient
-
-    unusable, its = f"{shown(address)} cannot be used", "the configuration of multi-storage-client"
 
     def tried() -> Found:
         try:
@@ -344,9 +340,9 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             if is_machines(error):
                 raise
             # Without the cause: a traceback would print keys that are in the configuration.
-            raise UserError(f"{unusable}: {_words(error)}; see to the profile in {its}") from None
+            raise UserError(f"{unusable}: {_words(error)}; see to its profile for multi-storage-client") from None
         if (cache := getattr(client, "_cache_manager", None)) is not None and not cache.check_source_version():
-            raise UserError(f"{unusable}: its cache may give old bytes; set check_source_version to true in {its}")
+            raise UserError(f"{unusable}: its cache may give old bytes; set check_source_version to true for it")
         try:
             return do(client, path)
         except Exception as error:
@@ -373,7 +369,7 @@ def _http_status(error: Any) -> int:
     answer = getattr(error, "response", None)
     of_s3 = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
     others = (getattr(each, name, None) for each in (answer, error) for name in ("status_code", "code", "status"))
-    default = 501 - 100 * isinstance(error, NotImplementedError)
+    default = 400 if isinstance(error, NotImplementedError) else 500
     return next((each for each in (of_s3, *others) if isinstance(each, int)), default)
 
 

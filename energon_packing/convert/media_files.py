@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -239,7 +238,7 @@ class RecordFiles:
         suffix = suffix.lower() if _SUFFIX.fullmatch(suffix) else ""
         path = self._directory / (hashlib.sha256(content).hexdigest() + suffix)
         if not path.exists():
-            part = self._directory / f".{socket.gethostname()}-{os.getpid()}"
+            part = self._directory / f".{os.urandom(8).hex()}"
             part.write_bytes(content)
             os.utime(part, (1, 1))  # seconds: nothing else writes these files, so their time stamps need not say when
             os.rename(part, path)

@@ -249,11 +249,9 @@ class StoredDataSet:
             notes = dict(map(json.loads, self._local.with_name(_SENT).read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError):  # the disk was full in the middle of a line
             return shards
-        names = sorted(shards & notes.keys())
-        # Each as when it was noted: a list calls the versions of some stores otherwise.
-        with ThreadPoolExecutor(16) as pool:
-            found = pool.map(status, [f"{self._address}/{name}" for name in names])
-            there = {name: _stamp(file) for name, file in zip(names, found, strict=True) if file is not None}
+        with ThreadPoolExecutor(16) as pool:  # each as when it was noted: lists call the versions of some otherwise
+            found = zip(shards, pool.map(lambda name: status(f"{self._address}/{name}"), shards), strict=True)
+            there = {name: _stamp(file) for name, file in found if file is not None}
         return {name for name in shards if name not in notes or notes[name] != there.get(name)}
 
     def complete(self, progress: Callable[[str, int, int], None]) -> None:

@@ -84,8 +84,7 @@ class _RemotePieces:
     @functools.cached_property
     def _pool(self) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(THREADS)
-        # Also where a worker ends, which would wait for all that it asked the store for; and the process itself, where
-        # `threading` waits for the pool's threads before `multiprocessing` finalizes.
+        # Where any process ends, too, before it waits for threads: they would read all that the store was asked for.
         end = Finalize(self, pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=0)
         threading._register_atexit(end)  # type: ignore[attr-defined]
         return pool
@@ -212,11 +211,8 @@ class TarFiles:
     def expect(self) -> None:
         """Lets the kernel, or threads, read what is `expected`, places of media, in the order of the files, several at
         a time."""
-        some, room = list[Place](), MOST_BYTES
-        for place in sorted(self.expected):
-            if place[2] <= room:
-                room -= place[2]
-                some.append(place)
+        room = MOST_BYTES
+        some = [place for place in sorted(self.expected) if place[2] <= room and (room := room - place[2]) >= 0]
         self.expected.clear()
         self.remote.forget(lambda owner: owner is None)
         self.remote.start(None, some)

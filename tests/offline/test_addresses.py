@@ -342,7 +342,7 @@ def test_a_mistake_in_the_configuration_is_one_sentence_and_no_traceback_has_a_k
     (tmp_path / "msc.json").write_text(json.dumps({"profiles": {name: profile}}))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     for ask in (remote_files.status, remote_files.listed):
-        with pytest.raises(UserError, match=rf"^msc://{name}/x cannot be used: .*{said}.*; see to the pro") as told:
+        with pytest.raises(UserError, match=rf"^msc://{name}/x cannot be used: .*{said}.*; see to its pro") as told:
             ask(f"msc://{name}/x")
         assert "\n" not in str(told.value)
         assert SECRET not in "".join(traceback.format_exception(told.value))

@@ -4,7 +4,6 @@ each made as the planned loader makes it.
 
 import hashlib
 import json
-import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from energon_packing.config.setting import before
 from energon_packing.drops import DroppedSample, over_budget
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window import render_or_drop
-from energon_packing.errors import SampleRejected, UserError, said_of_system
+from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import differing, locked, replacing, writing
@@ -83,14 +82,12 @@ class ShardPacker(PackFormat):
         if exists(out):
             raise UserError(f"{place} is there and is no directory; choose another --out")
         if not exists(out / PACKED_FILE):
-            with said_of_system(f"{place} cannot be looked at"):
-                here = os.listdir(out) if out.is_dir() else []
-                names = here if (address := remote_address(out)) is None else [name for name, _ in listed(address)]
+            names = [each.name for each in out.glob("*")]
+            names += [name for name, _ in listed(address)] if (address := remote_address(out)) else []
             ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
-            others = [name for name in names if name[0] != "." and name not in ours]
-            if others and PACKED_FILE not in names:  # which another command may have written meanwhile
-                has = f"it has {others[0]}"
-                raise UserError(f"{place} is there and is no packed directory ({has}); choose another --out")
+            other = next((name for name in names if name[0] != "." and name not in ours), None)
+            if other and PACKED_FILE not in names:  # which another command may have written meanwhile
+                raise UserError(f"{place} is there and is no packed directory (it has {other}); choose another --out")
         make_directory(out)
         facts = read_facts(plan)
         with locked(out):

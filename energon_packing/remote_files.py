@@ -10,10 +10,10 @@ import functools
 import hashlib
 import importlib.util
 import io
+import itertools
 import os
 import posixpath
 import re
-import socket
 import stat
 import tempfile
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from energon_packing.errors import ConfigError, UserError, read_again, said_of_system
+from energon_packing.errors import ConfigError, UserError, is_machines, read_again, said_of_system
 
 PIECE_BYTES = 8 << 20  # read at once
 TAIL_BYTES = 1 << 18  # read when a file is opened: all of a small one, and what says where others have what
@@ -136,17 +136,20 @@ def open_file(path: Path) -> io.BufferedReader:
     return path.open("rb") if address is None else io.BufferedReader(RemoteReader(address), PIECE_BYTES)
 
 
-def listed(address: str) -> list[tuple[str, RemoteFile]]:
-    """The files below an address, each with its path relative to it; none if there is nothing there."""
+def listed(address: str, most: int | None = None) -> list[tuple[str, RemoteFile]]:
+    """The files below an address, or the first ``most``, each with its path relative to it; none if none is there."""
 
     def ask(client: Any, path: str) -> list[tuple[str, RemoteFile]]:
         directory = f"{path.strip('/')}/" if path.strip("/") else ""
-        files = [(each.key.lstrip("/"), each) for each in client.list_recursive(directory) if each.type == "file"]
-        return [(key.removeprefix(directory), _described(each)) for key, each in files if key.startswith(directory)]
+        files = ((each.key.lstrip("/"), each) for each in client.list_recursive(directory) if each.type == "file")
+        below = ((key.removeprefix(directory), each) for key, each in files if key.startswith(directory))
+        try:
+            return [(name, _described(each)) for name, each in itertools.islice(below, most)]
+        except FileNotFoundError as error:  # of a file system: one went meanwhile, or a link leads nowhere
+            kind = UserError if error.errno is None else functools.partial(OSError, errno.ESTALE)
+            raise kind(f"{shown(address)} cannot be listed: {str(error).partition('. Use ')[0]}") from error
 
-    with contextlib.suppress(FileNotFoundError):
-        return _ask(address, ask)
-    return []
+    return _ask(address, ask)
 
 
 def matches(address: str) -> list[str]:
@@ -232,18 +235,18 @@ def digest(address: str) -> str:
     return content.hexdigest()
 
 
-def local_copy(address: str, directory: Path, version: str = "") -> Path:
-    """Copies a file to this machine: whole or not at all, with the time of its last change; each version to a place
-    of its own below the directory. One that is there stays. Raises ``OSError``: the file is not there, cannot be
-    read, or changes; or the target cannot be written."""
-    before, name = present(address), hashlib.sha256((address + version).encode()).hexdigest()[:32]
+def local_copy(address: str, directory: Path, before: RemoteFile, version: str = "") -> Path:
+    """Copies a file, as it was ``before``, to this machine: whole or not at all, with the time of its last change; each
+    version to a place of its own below the directory. One that is there stays. Raises ``OSError``: the file is not
+    there, cannot be read, or changed; or the target cannot be written."""
+    name = hashlib.sha256((address + version).encode()).hexdigest()[:32]
     target = directory / name[:2] / name[2:] / address.rpartition("/")[2]
     with contextlib.suppress(FileNotFoundError):
         there = target.stat()
         if (there.st_size, there.st_mtime_ns) == (before.size, before.changed):
             return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{socket.gethostname()}-{os.getpid()}.part")
+    part = target.with_name(f".{os.urandom(8).hex()}.part")  # names of hosts and processes may be those of others
     try:
         _ask(address, lambda client, path: client.download_file(path, str(part)))
         if part.stat().st_size != before.size or status(address) != before:
@@ -273,7 +276,7 @@ def is_stored(file: Path, address: str) -> bool:
     """Whether a store has the content of a file of this machine. Raises OSError: it does not answer."""
     if (there := status(address)) is None or there.size != (size := file.stat().st_size):
         return False
-    return _has_md5(file, size, there.version) or digest(address) == file_digest(file)
+    return (bool(there.version) and _has_md5(file, size, there.version)) or digest(address) == file_digest(file)
 
 
 def _has_md5(file: Path, size: int, version: str) -> bool:
@@ -299,9 +302,10 @@ def file_digest(file: Path) -> str:
 
 
 def unfinished(path: Path) -> list[str]:
-    """Names of files at or below an address whose upload in parts was begun and neither completed nor aborted, which no
-    list shows. Only S3 is asked, by its own client, as multistorageclient has nothing for it; no other path has any,
-    nor an address of which it may not be told."""
+    """A sentence about each file at or below an address whose upload in parts was begun and neither completed nor
+    aborted, which no list shows. Only S3 is asked, by its own client, as multistorageclient has nothing for it; no
+    other path has any, nor an address of which it may not be told."""
+    what = "an upload of {} was begun and broken off; abort it, or the store keeps its parts and bills them"
 
     def ask(client: Any, path: str) -> list[str]:
         provider: Any = getattr(client, "_storage_provider", None)
@@ -310,7 +314,7 @@ def unfinished(path: Path) -> list[str]:
         bucket, _, prefix = f"{provider._base_path}/{path}".strip("/").partition("/")
         pages = s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
         keys = [each["Key"] for page in pages for each in page.get("Uploads", ())]
-        return [key for key in keys if not prefix or f"{key}/".startswith(f"{prefix}/")]
+        return [what.format(key) for key in keys if not prefix or f"{key}/".startswith(f"{prefix}/")]
 
     with contextlib.suppress(UserError, OSError):
         return _ask(address, ask) if (address := remote_address(path)) else []
@@ -326,25 +330,47 @@ def remove(address: str) -> None:
 def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
     """Calls the client of an address with its path in the store; what fails in passing is tried again."""
     check_remote("the address", address)
+    unusable = f"{shown(address)} cannot be used"
     import multistorageclient
 
     def tried() -> Found:
         try:
             client, path = multistorageclient.resolve_storage_client(address)
-        except (ValueError, ImportError) as error:  # its configuration, or a package of one kind of store
-            raise UserError(f"{shown(address)} cannot be used: {' '.join(str(error).split())}") from error
+        except Exception as error:  # of its configuration, or for want of a package of one kind of store
+            if is_machines(error):
+                raise
+            # Without the cause: a traceback would print keys that are in the configuration.
+            raise UserError(f"{unusable}: {_words(error)}; see to its profile for multi-storage-client") from None
+        if (cache := getattr(client, "_cache_manager", None)) is not None and not cache.check_source_version():
+            raise UserError(f"{unusable}: its cache may give old bytes; set check_source_version to true for it")
         try:
             return do(client, path)
         except Exception as error:
-            if not type(error).__module__.startswith("botocore"):  # of lists, which multistorageclient lets pass
+            told = isinstance(error, OSError | UserError) or type(error).__name__ == "RetryableError"
+            if told or (type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)):
                 raise
-            answer = getattr(error, "response", None) or {}
-            if answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) in (429, *range(500, 600)):
-                raise OSError(errno.EIO, str(error), address) from error
-            absent = answer.get("Error", {}).get("Code") == "NoSuchBucket"
-            raise UserError(f"{shown(address)} cannot be used: {_NO_BUCKET if absent else error}") from error
+            if (code := _http_status(error)) in (429, *range(500, 600)):  # of lists, which multistorageclient lets pass
+                raise OSError(errno.EIO, _words(error), address) from error
+            raise UserError(f"{unusable}: {_NO_BUCKET if code == 404 else _words(error)}") from error
 
     return read_again(shown(address), tried)
+
+
+def _words(error: Exception) -> str:
+    """What a client's error says, on one line and without values of the configuration, which may be keys."""
+    text, said = str(error) or type(error).__name__, (error.args or (error,))[-1]
+    if hasattr(said, "json_path"):  # of the check of its form
+        text = f"{said.json_path}: {said.message.replace(repr(said.instance), 'its value')}"
+    return " ".join(without_secrets(text).split()).rstrip(".")
+
+
+def _http_status(error: Any) -> int:
+    """The status of the answer that an error of a store's own client is about; 500 if there was none."""
+    answer = getattr(error, "response", None)
+    of_s3 = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+    others = (getattr(each, name, None) for each in (answer, error) for name in ("status_code", "code", "status"))
+    default = 400 if isinstance(error, NotImplementedError) else 500
+    return next((each for each in (of_s3, *others) if isinstance(each, int)), default)
 
 
 def _described(there: Any) -> RemoteFile:
@@ -353,26 +379,24 @@ def _described(there: Any) -> RemoteFile:
 
 
 _NO_BUCKET = "there is no such bucket; make it, or correct the address or its profile"
-_META, _INDEX = ".nv-meta", "index.sqlite"
+META_DIRECTORY, CONVERSION_FILE, _INDEX = ".nv-meta", "conversion.json", "index.sqlite"
 _SHARDS = (".tar", ".idx")
 
 
 def meta_text(root: Path, name: str) -> str:
     """A file in the ``.nv-meta`` of a data set, here or in a store. Raises ``OSError``, ``ValueError``: it cannot be
     read."""
-    address = remote_address(root)
-    file = root / _META / name
-    return (read_again(file, file.read_bytes) if address is None else read(f"{address}/{_META}/{name}")).decode()
+    address = remote_address(file := root / META_DIRECTORY / name)
+    return (read_again(file, file.read_bytes) if address is None else read(address)).decode()
 
 
 def index_file(root: Path) -> Path:
     """The index of a data set's shards; one in a store is copied once, to the directory for temporary files. Raises
     `UserError`: that directory cannot be used; OSError: the index cannot be read."""
     if (address := remote_address(root)) is None:
-        return root / _META / _INDEX
-    index = f"{address}/{_META}/{_INDEX}"
-    version = f"\0{present(index)}\0{meta_text(root, 'index.uuid')}"
-    return local_copy(index, private_directory() / "indexes", version)
+        return root / META_DIRECTORY / _INDEX
+    there = present(index := f"{address}/{META_DIRECTORY}/{_INDEX}")
+    return local_copy(index, private_directory() / "indexes", there, f"\0{there}\0{meta_text(root, 'index.uuid')}")
 
 
 def describe(address: str, directory: Path) -> Path:
@@ -387,8 +411,8 @@ def describe(address: str, directory: Path) -> Path:
             raise UserError(f"{shown(address)} does not exist; name the directory that 'energon-packing convert' wrote")
         for name, _ in files:
             path = PurePosixPath(name)
-            in_meta = path.parent.name == _META
-            describes = in_meta or path.suffix in (*_SHARDS, ".yaml", ".yml") or path.name == "conversion.json"
+            in_meta = path.parent.name == META_DIRECTORY
+            describes = in_meta or path.suffix in (*_SHARDS, ".yaml", ".yml") or path.name == CONVERSION_FILE
             if path.is_absolute() or ".." in path.parts or not describes:
                 continue
             copy = directory / name

@@ -214,8 +214,7 @@ def _found_remote(source: Path, left: list[str]) -> list[tuple[Path, str, int]]:
                 raise UserError(f"{place} {_EMPTY}")
             return [(source, source.name, file.size)]
         if glob.has_magic(address):
-            files = [(each, each.rpartition("/")[2], status(each)) for each in matches(address)]
-            found = [(Path(each), name, file.size) for each, name, file in files if file is not None]
+            found = [(Path(it), it.rpartition("/")[2], file.size) for it in matches(address) if (file := status(it))]
         else:
             sizes = {Path(name): file.size for name, file in listed(address)}
             found = [

@@ -34,12 +34,12 @@ from urllib.parse import quote
 
 import yaml
 
+from energon_packing import remote_files
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.config import Layout
 from energon_packing.convert.fields import near_name
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
-from energon_packing.remote_files import read, remote_address
 
 if TYPE_CHECKING:
     import sqlite3
@@ -50,7 +50,7 @@ MEDIA_AUX = "media"
 TEXT_DIRECTORY = "text"
 MEDIA_DIRECTORY = "media"
 DATASET_FILE = "dataset.yaml"
-META_DIRECTORY = ".nv-meta"
+META_DIRECTORY = remote_files.META_DIRECTORY
 INFO_FILE = ".info.json"
 LINT_FILE = "lint.yaml"
 """Describes the records to `energon info` and `energon lint`, whose ``--dataset-config`` takes it."""
@@ -235,7 +235,7 @@ def shard_ranges(names: list[str]) -> list[str]:
 
 CONVERSION_VERSION = 7  # Changes whenever the format of a conversion's files changes; part of the fingerprint
 
-CONVERSION_FILE = "conversion.json"
+CONVERSION_FILE = remote_files.CONVERSION_FILE
 REJECTS_FILE = "rejects.jsonl"
 UNREAD_REASONS = ("truncated_array", "corrupt_source")
 """Reasons that may stand for more than one record: nothing after the place could be read."""
@@ -345,8 +345,8 @@ def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
 def read_report(directory: Path) -> dict[str, Any] | None:
     """The content of a finished conversion's `conversion.json`; None if there is none or it is not ours."""
     try:
-        file, address = directory / CONVERSION_FILE, remote_address(directory)
-        value = json.loads(file.read_bytes() if address is None else read(f"{address}/{CONVERSION_FILE}"))
+        address = remote_files.remote_address(file := directory / CONVERSION_FILE)
+        value = json.loads(file.read_bytes() if address is None else remote_files.read(address))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -239,7 +238,7 @@ class RecordFiles:
         suffix = suffix.lower() if _SUFFIX.fullmatch(suffix) else ""
         path = self._directory / (hashlib.sha256(content).hexdigest() + suffix)
         if not path.exists():
-            part = self._directory / f".{socket.gethostname()}-{os.getpid()}"
+            part = self._directory / f".{os.urandom(8).hex()}"
             part.write_bytes(content)
             os.utime(part, (1, 1))  # seconds: nothing else writes these files, so their time stamps need not say when
             os.rename(part, path)
@@ -260,7 +259,7 @@ def _fetched(reference: str, root: str, directory: Path, max_bytes: int) -> str:
         if file.size > max_bytes:
             detail = f"{reference!r}: {file.size} bytes, more than the limit of {max_bytes}"
             raise SampleRejected("media_too_large", detail)
-        return str(local_copy(address, directory))
+        return str(local_copy(address, directory, file))
     except OSError as error:
         fault, why = fault_of(error), f"{reference!r} of {root} cannot be read: {error.strerror or error}"
         if fault == "disk":

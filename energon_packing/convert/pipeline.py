@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import chain, count
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -36,7 +36,7 @@ from energon_packing.convert.sources import find_chunks, find_yielded, read_chun
 from energon_packing.convert.tables import opened_table
 from energon_packing.errors import FULL, UNWRITABLE, SampleRejected, UserError, is_machines, said_of_system
 from energon_packing.executors.work import Progress, in_order
-from energon_packing.remote_files import remote_address, shown, status, without_secrets
+from energon_packing.remote_files import remote_address, shown, status, unfinished, without_secrets
 
 
 @dataclass(kw_only=True, slots=True)
@@ -220,8 +220,7 @@ class ReadRecords:
             self.warnings.update(names)
             entry = {"source": source.name, "record": audit.numbers[index], "key": keys[index], "warnings": names}
             warnings.write(json.dumps(entry) + "\n")
-        if bad:
-            keys = [key for index, key in enumerate(keys) if index not in bad]
+        keys = [key for index, key in enumerate(keys) if index not in bad]
         self._written_of_origin[source.origin] += len(keys)
         self.mentions.update(audit.mentions)
         self.record_bytes += sum(audit.sizes)
@@ -343,7 +342,7 @@ def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> Co
         report.write(local)
         stored.complete(tell)
         shutil.rmtree(local.parent)
-    return report
+    return replace(report, notes=[*report.notes, *unfinished(config.out)])
 
 
 def _unwritable(config: ConvertConfig, error: OSError | sqlite3.OperationalError) -> str | None:
@@ -454,18 +453,14 @@ def _read(
         closing(results(chunks(), work)) as audits,
     ):
         done = 0
-        before: SourceFile | None = None
-        for chunk, audit in audits:
-            if before is not None and chunk.source is not before:
-                done += before.size
-                workspace.delete_copies(before, scratch)
-            before = chunk.source
-            reading.add(chunk, audit, rejects, warnings)
-            size.learn(audit.seconds)
-            tell("records", reading.read, 0)
-            tell("read", min(done + (chunk.end if chunk.position < 0 else chunk.position), total), total)
-    if before is not None:
-        workspace.delete_copies(before, scratch)
+        for source, some in groupby(audits, lambda each: each[0].source):
+            for chunk, audit in some:
+                reading.add(chunk, audit, rejects, warnings)
+                size.learn(audit.seconds)
+                tell("records", reading.read, 0)
+                tell("read", min(done + (chunk.end if chunk.position < 0 else chunk.position), total), total)
+            done += source.size
+            workspace.delete_copies(source, scratch)
     tell("read", total, total)
     return digests
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def check_out(config: ConvertConfig) -> None:
             inside = [each for each in local if each.resolve().is_relative_to(below)]
         else:
             is_file = status(address) is not None
-            is_filled = not is_file and status(f"{address}/{MARK}") is None and bool(listed(address))
+            is_filled = not is_file and status(f"{address}/{MARK}") is None and bool(listed(address, 1))
             ours, theirs = f"{address}/", [f"{root}/" for root in filter(None, map(remote_address, sources))]
             inside = [Path(root) for root in theirs if root.startswith(ours) or ours.startswith(root)]
     if inside:
@@ -186,7 +187,8 @@ def fetched(source: SourceFile, scratch: Path) -> SourceFile:
     if source.address is None:
         return source
     try:
-        return replace(source, path=remote_files.local_copy(source.address, scratch / "sources"))
+        there = present(source.address)
+        return replace(source, path=remote_files.local_copy(source.address, scratch / "sources", there))
     except OSError as error:
         if fault_of(error) == "disk":
             raise
@@ -247,7 +249,9 @@ class StoredDataSet:
             notes = dict(map(json.loads, self._local.with_name(_SENT).read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError):  # the disk was full in the middle of a line
             return shards
-        there = {name: _stamp(file) for name, file in listed(self._address)}
+        with ThreadPoolExecutor(16) as pool:  # each as when it was noted: lists call the versions of some otherwise
+            found = zip(shards, pool.map(lambda name: status(f"{self._address}/{name}"), shards), strict=True)
+            there = {name: _stamp(file) for name, file in found if file is not None}
         return {name for name in shards if name not in notes or notes[name] != there.get(name)}
 
     def complete(self, progress: Callable[[str, int, int], None]) -> None:

@@ -54,8 +54,8 @@ def remove_leftovers(directory: Path, name: str = "*") -> None:
 
 
 def said(error: OSError) -> str:
-    """What the system says, such as ``No space left on device``; pyarrow's own words are longer."""
-    return os.strerror(error.errno) if error.errno else str(error)
+    """What the system or a store says; ``No space left on device`` of a full disk, where pyarrow's words are longer."""
+    return os.strerror(error.errno) if error.errno and fault_of(error) == "disk" else error.strerror or str(error)
 
 
 @contextlib.contextmanager
@@ -245,11 +245,9 @@ def writing(path: Path, again: str) -> Iterator[None]:
         yield
     except OSError as error:
         what, instead = f"{shown(path)} cannot be written ({said(error)})", "make room or choose another --out"
-        if remote_address(path):
-            what = f"{shown(path)} cannot be written ({error.strerror or error})"
-            if fault_of(error) == "disk":
-                made, instead = f"as it is made in {private_directory()}", "make room or point TMPDIR elsewhere"
-                what = f"{shown(path)}, {made} first, cannot be written ({said(error)})"
+        if remote_address(path) and fault_of(error) == "disk":
+            made, instead = f"as it is made in {private_directory()}", "make room or point TMPDIR elsewhere"
+            what = f"{shown(path)}, {made} first, cannot be written ({said(error)})"
         then = f"then run 'energon-packing {again}' again: it continues with the shards that are missing"
         raise UserError(f"{what}; {instead}, {then}") from error
 

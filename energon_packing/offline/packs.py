@@ -22,7 +22,7 @@ from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt, piece_of
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, be_patient
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import OF_PART, Index, IndexedDataset, MediaFile, is_same, media_state, shard_status
 from energon_packing.offline.order import order_again
@@ -121,11 +121,11 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         remote = self._files.remote
         self._coming = {index: self._coming.get(index) or (self._stages(index), []) for index in indexes}
         remote.forget(lambda owner: owner not in self._coming)
-        for index, (stages, places) in self._coming.items():
-            with contextlib.suppress(Exception):  # the pack itself tells
+        with contextlib.suppress(Exception), be_patient(None):  # the pack itself tells, and waits for the store
+            for index, (stages, places) in self._coming.items():
                 while remote.ready(places) and (more := next(stages, None)) is not None:
                     remote.start(index, places := more)
-            self._coming[index] = stages, places
+                    self._coming[index] = stages, places
 
     def _stages(self, index: Any) -> Iterator[list[Place]]:
         """What the pack at an index is read from; each stage is asked for when the one before it is there."""

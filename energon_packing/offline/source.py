@@ -11,6 +11,7 @@ import os.path
 import re
 import sqlite3
 import tempfile
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,8 +84,9 @@ class _RemotePieces:
     @functools.cached_property
     def _pool(self) -> ThreadPoolExecutor:
         pool = ThreadPoolExecutor(THREADS)
-        # Also where a worker ends, which would wait for all that it asked the store for.
-        Finalize(self, pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=0)
+        # Where any process ends, too, before it waits for threads: they would read all that the store was asked for.
+        end = Finalize(self, pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=0)
+        threading._register_atexit(end)  # type: ignore[attr-defined]
         return pool
 
     def start(self, owner: Any, places: Iterable[Place]) -> None:
@@ -209,13 +211,13 @@ class TarFiles:
     def expect(self) -> None:
         """Lets the kernel, or threads, read what is `expected`, places of media, in the order of the files, several at
         a time."""
-        some, room = sorted(self.expected), MOST_BYTES
+        room = MOST_BYTES
+        some = [place for place in sorted(self.expected) if place[2] <= room and (room := room - place[2]) >= 0]
         self.expected.clear()
         self.remote.forget(lambda owner: owner is None)
         self.remote.start(None, some)
         for path, offset, size in some:
-            if size <= room and remote_address(path) is None:
-                room -= size
+            if remote_address(path) is None:
                 with contextlib.suppress(OSError):  # reading it tells more
                     os.posix_fadvise(self._descriptor(path), offset, size, os.POSIX_FADV_WILLNEED)
 

@@ -128,8 +128,8 @@ class Finding:
     """Why a shard, or a file without shards, is not what it should be: a sentence, about the pack of a global position
     or about all of it."""
 
-    shard: int | None
-    pack: int | None
+    shard: int | None = None
+    pack: int | None = None
     what: str
 
     def __str__(self) -> str:
@@ -151,10 +151,12 @@ class VerifyReport:
 
 def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
     """What is wrong with a directory or file (`_verified`), and in a store, uploads there that were broken off."""
-    report = _verified(config, progress)
-    what = "an upload of {} was begun and broken off; abort it, or the store keeps its parts and bills them"
-    findings = (Finding(shard=None, pack=None, what=what.format(each)) for each in unfinished(config.directory))
-    return dataclasses.replace(report, findings=(*report.findings, *findings))
+    broken = unfinished(config.directory)
+    try:
+        report = _verified(config, progress)
+    except UserError as error:
+        raise type(error)("; ".join([str(error), *broken])) from error
+    return dataclasses.replace(report, findings=(*report.findings, *(Finding(what=each) for each in broken)))
 
 
 def _verified(config: VerifyConfig, progress: Progress) -> VerifyReport:
@@ -170,7 +172,7 @@ def _verified(config: VerifyConfig, progress: Progress) -> VerifyReport:
         shards = [shard for each in index.datasets for shard in each.shards]
         samples = sum(shard.samples for shard in shards)
         holes = [f"{each.root}/{it.name}" for each in index.datasets for it in each.shards if it.set_aside]
-        lacks = [Finding(shard=None, pack=None, what=f"{hole} was set aside; measure again") for hole in holes]
+        lacks = [Finding(what=f"{hole} was set aside; measure again") for hole in holes]
         return VerifyReport(findings=(*_told(_check_index, index), *lacks), shards=len(shards), samples=samples)
     if not is_packed(path) and (files := sorted(path.glob("packs-*.idx.parquet"), key=lambda it: (len(it.name), it))):
         return VerifyReport(findings=_told(_check_parquet, files), shards=len(files))
@@ -203,7 +205,7 @@ def _told(check: Callable[..., None], *given: Any) -> tuple[Finding, ...]:
     try:
         check(*given)
     except UserError as error:
-        return (Finding(shard=None, pack=None, what=str(error)),)
+        return (Finding(what=str(error)),)
     return ()
 
 

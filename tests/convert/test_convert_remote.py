@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import json
@@ -142,6 +143,9 @@ def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, 
     (bucket / "full/mine").write_text("x")
     with pytest.raises(UserError, match="convert did not write what it contains"):
         converted("msc://bucket/in", out="msc://bucket/full")
+    (bucket / "full/link").symlink_to(bucket / "none")
+    with pytest.raises(UserError, match="msc://bucket/full cannot be listed: Broken symlink 'full/link'"):
+        converted("msc://bucket/in", out="msc://bucket/full")
 
     # Interrupted while it is stored: no data set is there, and the next command stores what is missing.
     stored: list[str] = []
@@ -228,6 +232,59 @@ def test_a_conversion_that_was_stored_in_part_is_completed_and_what_is_missing_i
     found = contents(bucket / "parted")
     converted("msc://bucket/part", out="msc://bucket/whole")
     assert alike(found) == alike(contents(bucket / "whole"))
+
+
+def test_lists_that_call_versions_otherwise_than_answers_about_a_file_lose_no_shard(
+    bucket: Path, monkeypatch: Any
+) -> None:
+    write_lines(bucket / "gcs/a.jsonl", [sharegpt("k", "Hi")])
+    client = type(msc.resolve_storage_client("msc://bucket")[0])
+    original = client.list_recursive
+
+    def list_recursive(self: Any, *given: Any, **options: Any) -> Iterator[Any]:
+        for each in original(
+            self, *given, **options
+        ):  # as of GCS, whose lists give the etag, and others the generation
+            yield dataclasses.replace(each, etag="CAE=")
+
+    monkeypatch.setattr(client, "list_recursive", list_recursive)
+    assert converted("msc://bucket/gcs", out="msc://bucket/of-gcs").written == 1
+    assert (bucket / "of-gcs/conversion.json").exists()
+
+
+def test_a_file_that_goes_while_files_are_listed_hides_no_other(bucket: Path, monkeypatch: Any) -> None:
+    for name in ("a", "b.part", "c"):
+        write_lines(bucket / "going" / name, [])
+    original = os.path.getsize
+
+    def getsize(path: str) -> int:
+        if path.endswith(".part"):
+            os.unlink(path)  # another rank gives it its name
+        return original(path)
+
+    monkeypatch.setattr(os.path, "getsize", getsize)
+    assert [name for name, _ in remote_files.listed("msc://bucket/going")] == ["a", "c"]
+    assert remote_files.listed("msc://bucket/nothing") == []
+
+
+def test_containers_of_one_name_do_not_take_each_others_parts_of_copies(
+    bucket: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    write_lines(bucket / "parts/a.jsonl", [sharegpt("k", "Hi")])
+    there = remote_files.present(address := "msc://bucket/parts/a.jsonl")
+    client, copies = type(msc.resolve_storage_client("msc://bucket")[0]), []
+    original = client.download_file
+
+    def download(self: Any, *given: Any) -> None:
+        original(self, *given)
+        if not copies:  # a process of the same number
+            copies.append("begun")
+            copies.append(remote_files.local_copy(address, tmp_path, there))
+
+    monkeypatch.setattr(client, "download_file", download)
+    copy = remote_files.local_copy(address, tmp_path, there)
+    assert copies == ["begun", copy]
+    assert copy.read_bytes() == (bucket / "parts/a.jsonl").read_bytes()
 
 
 class Killed(BaseException):

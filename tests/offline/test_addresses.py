@@ -10,6 +10,7 @@ import json
 import os
 import re
 import tempfile
+import traceback
 import tracemalloc
 from pathlib import Path
 
@@ -26,9 +27,11 @@ from test_planned_loader import digests
 
 from energon_packing import errors, remote_files
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.errors import UserError
 from energon_packing.offline.files import HOST, read_json, write_json, writing
+from energon_packing.offline.files import said as said_of_error
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -309,6 +312,96 @@ def test_a_bucket_that_is_missing_and_a_typo_are_one_sentence(dataset, run_of, t
         assert re.match(rf"Error: .*{said}", done.output.strip().splitlines()[-1]), done.output
 
 
+def of_s3(**more):
+    return {"storage_provider": {"type": "s3", "options": {"base_path": "shelf", "region_name": "us-east-1"}}, **more}
+
+
+def credentials(kind, **options):
+    return {"credentials_provider": {"type": kind, "options": options}}
+
+
+SECRET = "T0P-S3CRET"
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        (of_s3(credentials_provider={"options": {"secret_key": SECRET}}), "credentials_provider: 'type' is a required"),
+        (of_s3(credentials_provider={"type": "S3Credentials", "options": SECRET}), "options: its value is not of type"),
+        (of_s3(**credentials("S3Credentials", acess_key="k", secret_key=SECRET)), "unexpected keyword .*acess_key"),
+        (of_s3(**credentials("FileBasedCredentials", credential_file_path="/none.json")), "not found: /none.json"),
+        ({"storage_provider": {"type": "s4", "options": {"base_path": "b"}}}, "type: its value is not one of"),
+        ({"storage_provider": {"type": "s3", "options": {}}}, "'base_path' is a required property"),
+        ({"storage_provider": {"type": "s3", "options": {"base_path": "b", "profile_name": "no"}}}, "could not be fou"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_one_sentence_and_no_traceback_has_a_key(
+    profile, said, tmp_path, monkeypatch, request
+):
+    name = hashlib.sha256(request.node.name.encode()).hexdigest()
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {name: profile}}))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    for ask in (remote_files.status, remote_files.listed):
+        with pytest.raises(UserError, match=rf"^msc://{name}/x cannot be used: .*{said}.*; see to its pro") as told:
+            ask(f"msc://{name}/x")
+        assert "\n" not in str(told.value)
+        assert SECRET not in "".join(traceback.format_exception(told.value))
+    done = CliRunner().invoke(cli, ["verify", f"msc://{name}/x"])
+    assert (done.exit_code, SECRET in done.output) == (2, False), done.output
+
+
+def of_client(module, **about):
+    return type("Refused", (Exception,), {"__module__": module, **about})("told\nso")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (of_client("google.api_core.exceptions", code=403), UserError, "cannot be used: told so"),
+        (of_client("google.api_core.exceptions", code=404), UserError, "there is no such bucket"),
+        (of_client("google.api_core.exceptions", code=503), OSError, "told so"),
+        (of_client("azure.core.exceptions", status_code=429), OSError, "told so"),
+        (of_client("azure.core.exceptions", status_code=403, response=object()), UserError, "told so"),
+        (of_client("oci.exceptions", code="NotAuthenticated", status=401), UserError, "told so"),
+        (ClientError({"ResponseMetadata": {"HTTPStatusCode": 403}}, "ListObjectsV2"), UserError, "ListObjectsV2"),
+        (NotImplementedError("not made"), UserError, "cannot be used: not made"),
+        (TypeError("a bug"), TypeError, "a bug"),
+        (multistorageclient.types.RetryableError("later"), OSError, "later"),
+    ],
+)
+def test_what_the_client_of_a_store_says_is_one_sentence_or_tried_again(served, monkeypatch, error, kind, said):
+    given = [error] * 99
+
+    def list_recursive(self, *_):
+        if given:
+            raise given.pop()
+        yield from ()
+
+    monkeypatch.setattr(multistorageclient.StorageClient, "list_recursive", list_recursive)
+    with pytest.raises(kind, match=said) as told:
+        remote_files.listed(served[1])
+    assert type(told.value) is kind
+    assert len(given) == 99 - (1 + len(errors.PAUSES) if kind is OSError else 1)
+    given[:] = [error] * (kind is OSError)
+    assert remote_files.listed(served[1]) == []
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_cache_gives_no_old_bytes_or_is_refused(served, tmp_path, monkeypatch, checks):
+    config = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
+    config["cache"] = {"size": "100M", "location": str(tmp_path / "cache"), "check_source_version": checks}
+    (profile,) = config["profiles"].values()
+    config["profiles"][name := f"cached-{tmp_path.name}"] = {**profile, "caching_enabled": True}
+    (tmp_path / "msc.json").write_text(json.dumps(config))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    for content in (b"before", b"later!"):
+        (file := tmp_path / "file").write_bytes(content)
+        remote_files.store(file, f"{os.path.dirname(served[1])}/cached")
+        with contextlib.nullcontext() if checks else pytest.raises(UserError, match="set check_source_version to"):
+            found = [remote_files.read_range(f"msc://{name}/cached", at, 9) for at in (0, 1)]
+            assert [*found, remote_files.read(f"msc://{name}/cached")] == [content, content[1:], content]
+
+
 @pytest.mark.parametrize("at", ["here", "there"])
 def test_neither_packs_nor_an_index_take_the_place_of_others(served, dataset, run_of, tmp_path, at):
     out = tmp_path if at == "here" else beside(served[1], "taken")
@@ -322,6 +415,8 @@ def test_neither_packs_nor_an_index_take_the_place_of_others(served, dataset, ru
     data = dataset if at == "here" else Path(served[1])
     with pytest.raises(UserError, match=f"{remote_files.shown(data)} is there and is not an index"):
         measure(MeasureConfig(paths=(dataset,), out=data, workers=0), run)
+    with pytest.raises(UserError, match=f"{remote_files.shown(data)} is there and is no packed directory"):
+        pack(PackConfig(plan=out / "plan.parquet", out=data))
 
 
 def test_a_description_is_of_one_object_though_it_grows_while_it_is_read(served, tmp_path, monkeypatch):
@@ -351,11 +446,13 @@ def test_a_small_description_takes_little_memory(tmp_path):
     [
         (OSError(errno.ENOSPC, "x"), "made in {private} first, .*{system}.*make room or point TMPDIR elsewhere"),
         (OSError(errno.EIO, "it differs"), "packed.json cannot be written .it differs.; make room or choose another"),
+        (OSError("it differs"), "packed.json cannot be written .it differs."),
     ],
 )
 def test_a_full_directory_for_temporary_files_is_no_full_store(served, error, said):
     path = Path(served[1]) / "packed.json"
     private, system = remote_files.private_directory(), os.strerror(errno.ENOSPC)
+    assert said_of_error(OSError(errno.EIO, "Failed to HEAD it, status_code: 500")).endswith("500")
     with pytest.raises(UserError, match=said.format(private=private, system=system)), writing(path, "pack"):
         raise error
 
@@ -369,12 +466,17 @@ def test_a_plan_and_its_first_pack_are_opened_with_five_requests_at_most(served,
     assert store.asked <= 5
 
 
-def test_an_upload_that_was_broken_off_is_named(served, dataset, run_of, monkeypatch):
+CHAT = '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}\n'
+
+
+def test_an_upload_that_was_broken_off_is_named(served, dataset, run_of, tmp_path, monkeypatch):
     _, address = served
     made(run_of(dataset), dataset, out := beside(address, "broken"))
     client, _ = multistorageclient.resolve_storage_client(address)
     s3 = client._storage_provider._s3_client
     keys = ["broken/named-other/shard-00000.bin", *(f"broken/named/shard-0009{number}.bin" for number in (8, 9))]
+    keys += ["broken/cut/shard-00000.bin", "broken/chats/text/train-000000.tar"]
+    write_json(out / "cut/packed.json", json.loads(remote_files.read(f"{out}/named/packed.json")) | {"shards": []})
     begun = [(key, s3.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]) for key in keys]
     answer, refused = s3._make_api_call, False
 
@@ -391,8 +493,12 @@ def test_an_upload_that_was_broken_off_is_named(served, dataset, run_of, monkeyp
 
     monkeypatch.setattr(s3, "_make_api_call", one_a_page)
     said = said_of(out / "named")
-    assert all(f"an upload of {key} was begun and broken off" in said for key in keys[1:])
+    assert all(f"an upload of {key} was begun and broken off" in said for key in keys[1:3])
     assert "other" not in said
+    assert re.search("is not complete.*; an upload of broken/cut/shard-00000.bin was begun", said_of(out / "cut"))
+    (tmp_path / "a.jsonl").write_text(CHAT)
+    (note,) = convert(ConvertConfig(sources=(tmp_path / "a.jsonl",), out=out / "chats", workers=0)).notes
+    assert note.startswith(f"an upload of {keys[-1]} was begun and broken off")
     assert not said_of(out / "copied")
     refused = True
     assert not said_of(out / "named")  # some stores do not tell

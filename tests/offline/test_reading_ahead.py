@@ -8,6 +8,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -32,12 +34,13 @@ from energon_packing.offline.loader import _with_next
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
-from energon_packing.offline.packed import PackedFacts
+from energon_packing.offline.packed import Packed, PackedFacts
 from energon_packing.offline.packs import PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared import RowIndex
 from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.sample_kind import KINDS
 
 WAYS = {"named": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 FAULTS = {"503": 0.01, "hang": 0.01, "cut": 0.01, "less": 0.01}
@@ -304,6 +307,73 @@ def test_a_store_that_stays_away_ends_the_run_as_without_reading_ahead(shelf, ru
         said.append(re.sub(r"for \d+ s", "", str(told.value)))
     assert "copied/" in said[0]
     assert all("could not be read" in each for each in said)
+
+
+class Waited(BaseException):
+    """Longer than a read without patience."""
+
+
+def test_reading_ahead_leaves_it_to_the_pack_to_wait_for_the_store(shelf, run_of, monkeypatch):
+    store, place, _ = shelf
+    opened = Packed.open(place / "copied")
+    kind = KINDS.find(opened.plan.facts.kind)
+    packs = kind.stored_packs(opened, kind.packing_encoder(run_of(place / "copied", seq_length=1024)))
+
+    def sleep(seconds):
+        if seconds > max(errors.PAUSES):
+            raise Waited
+
+    def stages(index):  # as of a plan, whose rows are read then
+        begun.append(index)
+        yield [(place / "plan.parquet", 0, len(remote_files.read(remote_files.shown(place / "plan.parquet"))))]
+
+    begun = []
+    assert packs.files
+    monkeypatch.setattr(packs, "_stages", stages)
+    store.fail_at_random(0, **{"503": 1.0})
+    with monkeypatch.context() as patch, errors.be_patient(1e6):
+        patch.setattr(errors.time, "sleep", sleep)
+        packs.expect(range(source.PACKS_AHEAD))
+        assert begun == [0]  # the others would fail, too
+        packs.expect(range(source.PACKS_AHEAD))
+    store.fail_at_random(0)
+    packs.expect(range(source.PACKS_AHEAD))
+    assert begun == [*range(source.PACKS_AHEAD)]
+
+
+ENDS = """
+import sys, time
+from pathlib import Path
+from energon_packing.offline import source
+
+def read_range(*where):
+    begun.append(where)
+    time.sleep(0.2)
+
+begun, source.read_range, source.GAP = [], read_range, 0
+import atexit
+atexit.register(lambda: print(len(begun)))
+files = source.TarFiles()
+files.remote.start(0, [(Path("msc://shelf/a.tar"), at * 1000, 10) for at in range(160)])
+raise KeyboardInterrupt
+"""
+
+
+def test_a_process_that_ends_does_not_read_all_that_is_queued():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+    assert "KeyboardInterrupt" in done.stderr
+    assert 0 < int(done.stdout) <= 2 * source.THREADS
+
+
+def test_media_of_a_pack_are_read_at_once_up_to_a_number_of_bytes(monkeypatch):
+    monkeypatch.setattr(source, "read_range", lambda _, at, size: bytes(size))
+    monkeypatch.setattr(source, "GAP", 0)
+    monkeypatch.setattr(source, "MOST_BYTES", 1000)
+    files = source.TarFiles()
+    files.expected.extend((Path("msc://shelf/a.tar"), at * 1000, 400) for at in range(9))
+    files.expect()
+    assert files.remote.held == 800
+    assert files.content(Path("msc://shelf/a.tar"), 8000, 400) == bytes(400)
 
 
 def test_a_fork_reads_with_threads_of_its_own(shelf):

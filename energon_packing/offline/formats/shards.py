@@ -27,7 +27,7 @@ from energon_packing.offline.packed import DROPS_FILE, PLAN_FILE, PackedFacts, S
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, copy_plan, drops_path, read_facts
 from energon_packing.offline.shards import DamagedBytes, ShardFile, ShardWriter
 from energon_packing.offline.source import ShardIndex, TarFiles, inside
-from energon_packing.remote_files import exists, file_size, make_directory, shown
+from energon_packing.remote_files import exists, file_size, listed, make_directory, remote_address, shown
 from energon_packing.sample_kind import KINDS
 
 
@@ -81,11 +81,13 @@ class ShardPacker(PackFormat):
         out, plan, place = self.config.out, self.config.plan, shown(self.config.out)
         if exists(out):
             raise UserError(f"{place} is there and is no directory; choose another --out")
-        if out.is_dir() and not exists(out / PACKED_FILE):
+        if not exists(out / PACKED_FILE):
+            names = [each.name for each in out.glob("*")]
+            names += [name for name, _ in listed(address)] if (address := remote_address(out)) else []
             ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
-            others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name not in ours]
-            if others:
-                raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
+            other = next((name for name in names if name[0] != "." and name not in ours), None)
+            if other and PACKED_FILE not in names:  # which another command may have written meanwhile
+                raise UserError(f"{place} is there and is no packed directory (it has {other}); choose another --out")
         make_directory(out)
         facts = read_facts(plan)
         with locked(out):

@@ -20,10 +20,10 @@ _LOOK_SECONDS = 5.0
 
 
 class RayWorkers:
-    """An executor as `Executor` describes it, of ``count`` workers, or one per CPU of the cluster, and of no more than
-    there are ``tasks``, if that is known. Every node needs this package and sees the same paths. ``address`` is the cluster's, as ``ray.init`` takes it; None takes the
-    environment's ``RAY_ADDRESS``, and without it starts a cluster on this machine for as long as it is needed. Raises
-    `UserError`: Ray is not installed."""
+    """An executor as `Executor` describes it, of ``count`` workers, or one per CPU of the cluster; of no more than the
+    ``tasks``, if these were counted. Every node needs this package and sees the same paths. ``address`` is the
+    cluster's, as ``ray.init`` takes it; None takes the environment's ``RAY_ADDRESS``, and without it starts a cluster
+    on this machine for as long as it is needed. Raises `UserError`: Ray is not installed."""
 
     def __init__(self, count: int | None, address: str | None, tasks: int | None = None) -> None:
         # Ray would say how it counts its users, and that a later version treats GPUs otherwise. Its workers are at

@@ -197,6 +197,7 @@ def test_shards_of_others_are_counted_without_opening_them_and_what_never_came_i
             progress=lambda *_: None,
         )
     assert (shared.done, shared.missing) == (2, 3)  # 0, 1 and 5: 2 and 4 are done, and 3 is there
+    assert shared.set_aside == ("0 is being made by another command",)  # so the command does not end with 0
     assert opened == [0, 2, 4]
 
 
@@ -261,16 +262,26 @@ def slurm(tmp_path, monkeypatch):
     return tmp_path / "it's a job"
 
 
+def sbatch(line):
+    """What ``sbatch`` takes such words for: the last of an option counts."""
+    options = dict(re.findall(r"--(array|dependency)=(\S+)", line))
+    return options | {"script": line[re.search(r"/", line).start() :]}
+
+
 def array(folder, *, killed=()):
     """Runs what the job's ``sbatch`` would: its array, of which some are killed while they work, and its last step."""
-    subprocess.run(["bash", str(folder / "job.sh"), "--partition=low"], check=True)
+    words = ["--partition=low", "--dependency=afterok:5", "--array=0-99%3"]  # of another array, as here
+    subprocess.run(["bash", folder / "job.sh", *words], env={**os.environ, "SLURM_ARRAY_TASK_ID": "0"}, check=True)
     first, last = (folder.parent / "submitted").read_text().splitlines()[-2:]
-    count = int(first.split("--array=0-")[1].split()[0]) + 1
-    assert first == f"--parsable --array=0-{count - 1} --partition=low {folder}/job.sh"
-    assert last == f"--dependency=afterany:77 --partition=low {folder}/job.sh --complete"
+    count = int(sbatch(first)["array"].split("-")[1].split("%")[0]) + 1
+    assert (sbatch(first)["array"], sbatch(first)["dependency"]) == (f"0-{count - 1}%3", "afterok:5")
+    assert (sbatch(last)["array"], sbatch(last)["dependency"]) == ("0", "afterany:77")
+    assert [sbatch(each)["script"] for each in (first, last)] == [
+        f"{folder}/job.sh --{it}" for it in ("task", "complete")
+    ]
     tasks = [
         subprocess.Popen(
-            ["bash", str(folder / "job.sh")],
+            ["bash", str(folder / "job.sh"), "--task"],
             env=ranks_environment(SLURM_ARRAY_TASK_ID=str(number), SLURM_JOB_ID="77"),
             cwd="/",
             stdout=subprocess.DEVNULL,
@@ -291,11 +302,12 @@ def array(folder, *, killed=()):
 def test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_process(
     dataset, config, plan_of, slurm, tmp_path
 ):
-    folder = Path(plan_of.data.path).parent
+    jobs, folder = slurm, Path(plan_of.data.path).parent
     for name, words in {
         "index": ("measure", "--config", config, "--out", "index", "--workers", 0, "--", dataset),
         "packed": ("pack", "--out", "packed", "--shard-packs", 1, folder / "plan.parquet", "--workers", 0),
     }.items():
+        slurm = jobs.with_name(f"{jobs.name} of {name}")
         job = [*words[:1], "--slurm", slurm, *(["--shards-per-task", 2] if name == "index" else []), *words[1:]]
         here = os.getcwd()
         os.chdir(tmp_path)
@@ -328,6 +340,7 @@ def test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_p
         (["--slurm", "job", "--tasks", "list"], "--slurm divides the shards itself"),
         (["--shards-per-task", "3"], "--shards-per-task is of a job for Slurm"),
         (["--tasks", "list", "--rank", "1", "--world-size", "2"], "--tasks names the shards"),
+        (["--slurm", "s3://bucket/job"], "--slurm writes to this machine; name a local directory."),
         (["--tasks", "nowhere"], "--tasks nowhere cannot be read"),
         (["--tasks", "/proc/self/exe"], "which is no shard of this command; write the lists anew"),
         (["--tasks", "/proc/self/status"], "which is no shard of this command; write the lists anew"),
@@ -345,6 +358,39 @@ def test_a_job_has_the_names_and_the_header_that_are_there_in_whatever_encoding(
     assert b"# gr\xfc\xdfe\n" in (tmp_path / "job.sh").read_bytes()
     assert b"\xe9.yaml" in (tmp_path / "job.sh").read_bytes()
     assert _listed(tmp_path / "missing.txt", {name: name for name in names}) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a/b.tar", "a/b.tar"], "'a/b.tar' is the name of two shards"),
+        (["a.tar", "b\nc.tar"], r"'b\\nc.tar' is the name of two shards, or has a line break"),
+    ],
+)
+def test_a_job_of_names_that_lists_cannot_hold_is_refused(tmp_path, names, said):
+    with pytest.raises(UserError, match=said):
+        write_job(tmp_path / "job", ["measure"], names, None)
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_job_takes_no_place_of_another_one_or_of_other_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["measure", "--out=index", "--", "data"]
+    for name in ("job.sh", "missing.txt"):
+        (tmp_path / name).write_text("mine\n")
+        with pytest.raises(UserError, match=f"--slurm {tmp_path} has a {name} that is not of this command"):
+            write_job(Path(), command, ["a.tar"], None)
+        assert [(it.name, it.read_text()) for it in tmp_path.iterdir()] == [(name, "mine\n")]
+        (tmp_path / name).unlink()
+    write_job(Path("job"), command, [], None)  # nothing was missing then
+    for names in (["a.tar", "b.tar"], ["b.tar"], []):
+        write_job(Path("job"), [*command, "more"], names, None)
+    script = (tmp_path / "job/job.sh").read_bytes()
+    for other in (["pack", *command[1:]], ["measure", "--out=another", "--", "data"]):
+        with pytest.raises(UserError, match=r"has a job\.sh that is not of this command; name another directory"):
+            write_job(Path("job"), other, ["c.tar"], None)
+    assert (tmp_path / "job/job.sh").read_bytes() == script
+    assert sorted(it.name for it in (tmp_path / "job").iterdir() if it.is_dir()) == ["lists-1", "lists-2"]
 
 
 def test_a_command_that_is_ended_by_sigterm_leaves_nothing_half_written(plan_of, tmp_path):

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from energon_packing.errors import UserError
-from energon_packing.executors.work import MOST_LOSSES, Attempt, Attempts, Executor, ExecutorEntry, Results, Work
+from energon_packing.executors.work import MOST_DEATHS, MOST_LOSSES, Attempt, Attempts, ExecutorEntry, Results, Work
 
 _OBJECT_STORE_BYTES = 100 << 20
 """Of a cluster of our own. Only the work, tasks and results pass through it, which are small."""
-_MOST_FAILED_STARTS = 3
 _KNOCK_SECONDS = 10.0
 _LOOK_SECONDS = 5.0
 
@@ -70,10 +69,10 @@ class RayWorkers:
                 self._ray.init(self._address, **told)
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
-            none_there = f"--address {self._address}: there is no Ray cluster that this machine can join ({why}); "
-            none_here = f"--executor ray: Ray does not start on this machine ({why})"
-            sentence = none_there + "'ray status' shows a running one" if self._address else none_here
-            raise UserError(sentence) from error
+            if not self._address:
+                raise UserError(f"--executor ray: Ray does not start on this machine ({why})") from error
+            none_there = f"--address {self._address}: there is no Ray cluster that this machine can join ({why})"
+            raise UserError(f"{none_there}; 'ray status' shows a running one") from error
         if callable(sigterm) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, sigterm)  # Ray has put its own in its place
         return True
@@ -97,29 +96,25 @@ class RayWorkers:
         def alive() -> set[str]:
             return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
-        def answers(actor: Any) -> bool:
-            with contextlib.suppress(ray.exceptions.RayError):
-                return bool(ray.get(actor.node.remote(), timeout=_KNOCK_SECONDS))
-            return False
-
         def end(actor: Any) -> None:
             actors.remove(actor)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
-        failed_starts, lost_starts = 0, set[int]()  # since one began; the latter as identities of what is in `before`
+        failed_starts, lost_starts = 0, set[int]()  # since one began; those made at once, with one `before`, are one
         to_give: Attempt[Task] | None = None
         while True:
             while (to_give := to_give or attempts.take() or (attempts.take_slow() if free else None)) and free:
                 actor = free.pop()
-                if to_give.deaths and not answers(actor):  # its death while it was idle would be one more of this task
+                try:
+                    _ = to_give.deaths and ray.get(actor.node.remote(), timeout=_KNOCK_SECONDS)
+                except ray.exceptions.RayError:  # it died while it was idle, which would be one more death of the task
                     end(actor)
                     continue
                 waiting[actor.do.remote(attempts.sent(to_give))] = "do", actor, to_give, ""
                 to_give = None
-            # A busy cluster starts some of them late or never, and the others do not wait for them.
-            most = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))  # of the nodes that there are now
-            most = min(most, self._tasks or most)
+            # A busy cluster starts some of them late or never, and the others do not wait for them. Nodes may come.
+            most = self._count or len(range(int(ray.cluster_resources().get("CPU", 1)))[: self._tasks]) or 1
             now = alive() if to_give is not None and len(actors) < most else set()
             while to_give is not None and len(actors) < most:
                 actors.append(kind.remote())
@@ -149,10 +144,8 @@ class RayWorkers:
                         yield attempt.task, given_up  # type: ignore[misc]
                     # Else a node vanished meanwhile.
                     failed_starts += attempt is None and not gone and before[actor] <= alive()
-                    lost_starts |= (
-                        {id(before[actor])} if attempt is None and gone else set()
-                    )  # a node may have had many
-                    if failed_starts >= _MOST_FAILED_STARTS or len(lost_starts) >= MOST_LOSSES:
+                    lost_starts |= {id(before[actor])} if attempt is None else set()
+                    if failed_starts >= MOST_DEATHS or len(lost_starts) >= MOST_LOSSES:
                         raise _cannot_start(how or _sentence(lost))
                 elif lost is not None:
                     # Whether it died by itself or with its node says that node: what must run there, runs or cannot.
@@ -165,8 +158,7 @@ class RayWorkers:
                 else:
                     free.append(actor)
                     if attempt is None:
-                        failed_starts = 0
-                        lost_starts.clear()
+                        failed_starts, lost_starts = 0, set[int]()
                     elif attempts.done(attempt):
                         for answer, (what, other, same, _) in [*waiting.items()]:
                             if what == "do" and same is attempt:  # another worker has it, and its answer is nobody's
@@ -204,8 +196,4 @@ class _Worker:
         return self._work.do(task)
 
 
-def _on_ray(workers: int | None, address: str | None, tasks: int | None) -> Executor:
-    return RayWorkers(workers, address, tasks)
-
-
-EXECUTOR = {"ray": ExecutorEntry(make=_on_ray, cluster=True)}
+EXECUTOR = {"ray": ExecutorEntry(make=RayWorkers, cluster=True)}

@@ -116,7 +116,7 @@ class Attempts[Task]:
         self._work = work
         self._apart: Callable[[Task], Task] | None = getattr(work, "again", None)
         self._seconds: list[float] = []  # of tasks that are done, ascending
-        self._twice = self._in_vain = 0
+        self._twice = self._deaths = 0
         self.running: set[Attempt[Task]] = set()
 
     def take(self) -> Attempt[Task] | None:
@@ -190,25 +190,23 @@ class Attempts[Task]:
         """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), or was `lost` with its node, and
         another one does it again. The last one of `MOST_DEATHS`, or of `MOST_LOSSES`, gives it up: the result of a task
         that stands alone, else it is raised, as it is when `MOST_IN_VAIN` died: that is no matter of tasks."""
-        name = self._work.name(attempt.task)
-        self._in_vain += not lost
-        if self._in_vain >= MOST_IN_VAIN and not self._seconds:
-            why = f"{self._in_vain} workers died before anything was done, and the last one {how}"
-            raise GivenUp(f"{name}: {why}; if memory is short, use fewer --workers, else see what --workers 0 does")
         attempt.losses += lost
         attempt.deaths += not lost
-        if not self._is_left(attempt):
+        self._deaths += not lost
+        in_vain = self._deaths >= MOST_IN_VAIN and not self._seconds
+        if not (self._is_left(attempt) or in_vain):
             return None
-        if attempt.deaths < MOST_DEATHS and attempt.losses < MOST_LOSSES:
+        if attempt.deaths < MOST_DEATHS and attempt.losses < MOST_LOSSES and not in_vain:
             suspect = attempt.deaths == MOST_DEATHS - 1 or attempt.losses >= MOST_DEATHS
             (self._last if suspect else self._again).append(attempt)
             return None
         attempt.ended = True
         vanished = f"{attempt.losses} nodes vanished or could not be reached while it was done"
-        died = f"{attempt.deaths} workers died at it, and the last one {how}"
-        why = f"{died if attempt.deaths >= MOST_DEATHS else vanished}; if memory is short, use fewer --workers"
-        given_up = GivenUp(f"{name} was given up: {why}")
-        if self._apart is None:
+        number, at = (self._deaths, "before anything was done") if in_vain else (attempt.deaths, "at it")
+        died = f"{number} workers died {at}, and the last one {how}"
+        why = f"{vanished if attempt.losses >= MOST_LOSSES else died}; if memory is short, use fewer --workers"
+        given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {why}")
+        if self._apart is None or in_vain:
             raise given_up
         return given_up
 
@@ -249,7 +247,6 @@ def in_order[Task, Result](
                 yield first, done.pop(id(first))
 
 
-ExecutorKind = str
 EXECUTORS: Registry[ExecutorEntry] = Registry(
     "executor", folder=__package__, declared=lambda module: getattr(module, "EXECUTOR", {}), setting="--executor"
 )
@@ -265,7 +262,7 @@ class ExecutorConfig:
     """Who does the tasks of a command."""
 
     # ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one that another package declares
-    kind: ExecutorKind = "local"
+    kind: str = "local"
     # how many; None for one per CPU of the machine or cluster. 0 works in the calling process
     workers: int | None = None
     address: str | None = None  # of a running cluster, see `energon_packing.executors.on_ray.RayWorkers`

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.errors import UserError, refuse
-from energon_packing.executors.work import ExecutorConfig, ExecutorKind, GivenUp, ended_by_sigterm
+from energon_packing.executors.work import ExecutorConfig, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers, replacing, writing
 from energon_packing.remote_files import listed, remote_address
 
@@ -24,7 +24,7 @@ from energon_packing.remote_files import listed, remote_address
 class WorkersConfig:
     """Who works; see `ExecutorConfig`."""
 
-    executor: ExecutorKind = "local"
+    executor: str = "local"
     workers: int | None = 1
     address: str | None = None
 
@@ -180,8 +180,6 @@ def _listed(file: Path, named: dict[str, Any]) -> list[Any]:
 
 MOST_TASKS = 1000  # by default; Slurm's own ``MaxArraySize`` is 1001
 _JOB = """\
-#!/bin/bash
-{own}
 # The place for changes is header.sh. Submit it with: bash job.sh [OPTIONS OF SBATCH]
 #SBATCH --job-name=energon-packing
 #SBATCH --requeue
@@ -193,8 +191,7 @@ if [ "${{1:-}}" = --task ]; then
     exec energon-packing {name} --tasks={lists}/"$SLURM_ARRAY_TASK_ID" {words}
 elif [ "${{1:-}}" = --complete ]; then
     energon-packing {name} --slurm={folder}{each} {words} && [ ! -s {missing} ]
-else
-    # Of an option that is there twice, sbatch takes the last one. Of --array we take the limit, as in %10 or 0-99%10.
+else  # sbatch takes the last of an option that is there twice; of --array we take the limit, as in %10 or 0-99%10
     limit=; for word; do [[ $word =~ ^(-a|--array=)?[0-9,:-]*(%[0-9]+)$ ]] && limit=${{BASH_REMATCH[2]}}; done
     id=$(sbatch "$@" --parsable --array=0-{last}"$limit" {job} --task) &&
         sbatch "$@" --dependency=afterany:"${{id%%;*}}" --array=0 {job} --complete
@@ -211,36 +208,33 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
     if odd := [it for it, times in Counter(missing).items() if times > 1 or "\n" in it]:
         why = f"{odd[0]!r:.200} is the name of two shards, or has a line break"
         raise UserError(f"--slurm lists shards by name, but {why}; share them with --rank and --world-size")
-    folder, here = folder.absolute(), Path.cwd()
-    own = f"# Written by energon-packing: {command[0]} {[it for it in command if it[:6] == '--out=']} in {str(here)!r}"
+    folder = folder.absolute()
+    files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "folder": folder, "here": Path.cwd()}
+    own = f"# Written for: {command[0]} {[it for it in command if it[:6] == '--out=']} in {str(Path.cwd())!r}"
     with writing(folder, command[0]):
         folder.mkdir(parents=True, exist_ok=True)
-        job, list_of_all = folder / "job.sh", folder / "missing.txt"
-        there = job if job.exists() else list_of_all
+        there = files["job"] if files["job"].exists() else files["missing"]
         if there.exists() and there.stat().st_size and own.encode() not in there.read_bytes():
             raise UserError(f"--slurm {folder} has a {there.name} that is not of this command; name another directory")
-        _write(list_of_all, missing)
+        _write(files["missing"], missing)
         if not missing:
             return
         if not (folder / "header.sh").exists():
             _write(folder / "header.sh", ["# Head of job.sh, yours: #SBATCH, then what makes energon-packing known."])
         lists = next(it for it in (folder / f"lists-{number}" for number in count(1)) if not it.exists())
         lists.mkdir(exist_ok=True)  # the same command may write here now
-        each = shards_per_task or -(-len(missing) // MOST_TASKS)
-        shares = list(batched(missing, each))
+        shares = list(batched(missing, shards_per_task or -(-len(missing) // MOST_TASKS)))
         for number, share in enumerate(shares):
             _write(lists / str(number), share)
-        files = {"job": job, "missing": list_of_all, "lists": lists, "folder": folder, "here": here}
         script = _JOB.format(
-            own=own,
-            **{name: shlex.quote(str(path)) for name, path in files.items()},
+            **{name: shlex.quote(str(path)) for name, path in [*files.items(), ("lists", lists)]},
             header=os.fsdecode((folder / "header.sh").read_bytes()),
             name=command[0],
             words=shlex.join(command[1:]),
             each=f" --shards-per-task={shards_per_task}" if shards_per_task else "",
             last=len(shares) - 1,
         )
-        _write(job, [script])  # another file, so that a job that reads the old one does not notice
+        _write(files["job"], ["#!/bin/bash", own, script])  # a file of its own, as a job may be reading the old one
 
 
 def _write(file: Path, lines: Sequence[str]) -> None:

@@ -225,7 +225,9 @@ def test_workers_that_all_die_are_no_matter_of_the_tasks(tmp_path, tasks):
     if tasks < 1000:
         assert [isinstance(why, GivenUp) for _, why in results] == [True] * tasks
         return
-    with pytest.raises(GivenUp, match="100 workers died before anything was done, and the last one ended with exit"):
+    with pytest.raises(
+        GivenUp, match="100 workers died before anything was done, and the last one ended with exit code 7"
+    ):
         next(results)
 
 
@@ -277,7 +279,7 @@ def test_starts_that_fail_as_a_node_vanishes_are_not_counted(executor, tmp_path,
             raise ray.exceptions.ActorDiedError
         return result
 
-    monkeypatch.setattr(on_ray, "_MOST_FAILED_STARTS", 1)
+    monkeypatch.setattr(on_ray, "MOST_DEATHS", 1)
     monkeypatch.setattr(ray, "get", died)
     monkeypatch.setattr(ray, "nodes", lambda: [*nodes(), {"NodeID": "another", "Alive": not lost}])
     found = dict(executor.results([(number, "") for number in range(6)], ApartSquares(tmp_path)))

@@ -26,9 +26,12 @@ from test_planned_loader import digests
 
 from energon_packing import errors, remote_files
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.errors import UserError
+from energon_packing.offline import measure as measuring
 from energon_packing.offline.files import HOST, read_json, write_json, writing
+from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -307,6 +310,29 @@ def test_a_bucket_that_is_missing_and_a_typo_are_one_sentence(dataset, run_of, t
         done = CliRunner().invoke(cli, [*map(str, arguments)])
         assert done.exit_code == 2
         assert re.match(rf"Error: .*{said}", done.output.strip().splitlines()[-1]), done.output
+
+
+@pytest.mark.parametrize("lost", ["one's own", "another"])
+def test_an_index_that_another_command_stores_at_once_loses_no_data_set(
+    served, dataset, sources, run_of, tmp_path, monkeypatch, lost
+):
+    data, out, run, slept = tmp_path / "data", beside(served[1], f"at-once-{lost[:3]}"), run_of(dataset), []
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 0.6, "val": 0.4}, workers=0))
+    for split in ("train", "val"):
+        measure(MeasureConfig(paths=(data,), out=out, split=split, workers=0), run)
+
+    def stores(_):  # the other command read the index before this one, or before the one of "val", stored it
+        index, path = Index.open(out), str(dataset if lost == "one's own" else data)
+        if not slept:
+            kept = tuple(it for it in index.datasets if (it.path, it.asked) != (path, "train"))
+            dataclasses.replace(index, datasets=kept).save()
+        slept.append(len(index.datasets))
+
+    monkeypatch.setattr(measuring.time, "sleep", stores)
+    measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)
+    assert slept == [3, 3]
+    found = sorted((it.path, it.asked) for it in Index.open(out).datasets)
+    assert found == sorted([(str(data), "train"), (str(data), "val"), (str(dataset), "train")])
 
 
 @pytest.mark.parametrize("at", ["here", "there"])

@@ -1,5 +1,7 @@
 """Shards whose workers die, jobs for Slurm, and commands that are killed: what is not there is named."""
 
+import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +22,7 @@ from test_planned_loader import planned
 from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
 from energon_packing.errors import UserError
+from energon_packing.offline import index as index_file
 from energon_packing.offline.formats.shards import ShardPacker
 from energon_packing.offline.index import Index
 from energon_packing.offline.measure import ShardMeasurer
@@ -165,6 +168,30 @@ def test_a_plan_refuses_rows_that_were_set_aside_after_the_index_was_written(dat
     ShardMeasurer(run).measure(measured, POISON, index / part.name, "3 workers died at it")
     with pytest.raises(UserError, match=f"{POISON} was set aside after its index was written; run '.* measure' again"):
         make_plan([index], run, tmp_path / "plan.parquet")
+
+
+def test_a_plan_refuses_rows_that_were_measured_after_the_index_was_written_or_that_a_store_does_not_give(
+    dataset, run_of, plan_of, tmp_path, monkeypatch
+):
+    index, run = tmp_path / "index", run_of(dataset)
+    shutil.copytree(Path(plan_of.data.path).with_name("index"), index)
+    held = Index.open(index)
+    (part,) = held.datasets
+    (measured,) = source_parts(Path(part.path), part.asked, "conversations")
+    shards = tuple(dataclasses.replace(it, set_aside=it.name == POISON) for it in part.shards)
+    dataclasses.replace(held, datasets=(dataclasses.replace(part, shards=shards),)).save()
+    with pytest.raises(UserError, match=f"{POISON} was measured after its index was written"):  # it would have them
+        make_plan([index], run, tmp_path / "plan.parquet", without=[f"{part.root}/{POISON}"])
+
+    def failed(*_, **__):
+        raise OSError(errno.EIO, "Failed to HEAD it, status_code: 500")
+
+    monkeypatch.setattr(index_file, "parquet_file", failed)
+    with pytest.raises(UserError, match=r"parquet cannot be read \(.*Failed to HEAD .*\); see to the storage$"):
+        make_plan([index], run, tmp_path / "plan.parquet", without=[f"{part.root}/{POISON}"])
+    monkeypatch.setattr(index_file, "shard_status", failed)
+    with pytest.raises(UserError, match=r"cannot be read \(Failed to HEAD it, status_code: 500\); put it back"):
+        ShardMeasurer(run).measure(measured, POISON, index / part.name)
 
 
 @dataclass(frozen=True)

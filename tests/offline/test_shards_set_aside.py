@@ -106,7 +106,8 @@ def test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name(
     assert json.loads(done.output)["drops"]["set_aside"] == 6
     dropped = [json.loads(line) for line in drops_path(tmp_path / "plan.parquet").read_text().splitlines()[1:]]
     left_out = {each["dropped"] for each in dropped if each["reason"] == "set_aside"}
-    names = Index.open(whole).rows(part, next(it for it in part.shards if it.name == POISON), ["key"])
+    (measured,) = Index.open(whole).datasets
+    names = Index.open(whole).rows(measured, next(it for it in measured.shards if it.name == POISON), ["key"])
     assert left_out == {*names.column("key").to_pylist()}
     make_plan([whole], run, tmp_path / "whole.parquet")
     kept, every = (

@@ -25,7 +25,7 @@ Examples:
   energon-packing pack plan.parquet --out packed --store pixels
   energon-packing pack plan.parquet --out packed --executor ray --address auto
   energon-packing pack plan.parquet --out packed --format bridge-parquet
-  energon-packing pack plan.parquet --out packed --slurm job --shards-per-task 8
+  energon-packing pack plan.parquet --out packed --slurm job-of-pack --shards-per-task 8
 """
 
 

@@ -14,7 +14,7 @@ from energon_packing.convert.fields import ROLE_OF, says_nothing
 from energon_packing.convert.layouts.layout import LAYOUTS, all_layouts
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.executors.work import ExecutorConfig, ExecutorKind
+from energon_packing.executors.work import ExecutorConfig
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.registry import named_object
 from energon_packing.remote_files import check_remote, read, remote_address
@@ -174,7 +174,7 @@ class ConvertConfig:
     samples_per_shard: int = 5000
     media_shard_bytes: int = 1 << 30
     workers: int | None = None
-    executor: ExecutorKind = "local"
+    executor: str = "local"
     address: str | None = None
     check_media: MediaCheck = "full"
     max_pixels: int = DEFAULT_MAX_PIXELS

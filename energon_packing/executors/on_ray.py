@@ -3,27 +3,28 @@
 import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 from energon_packing.errors import UserError
-from energon_packing.executors.work import Attempt, Attempts, Executor, ExecutorEntry, Results, Work
+from energon_packing.executors.work import MOST_DEATHS, MOST_LOSSES, Attempt, Attempts, ExecutorEntry, Results, Work
 
 _OBJECT_STORE_BYTES = 100 << 20
 """Of a cluster of our own. Only the work, tasks and results pass through it, which are small."""
-_MOST_FAILED_STARTS = 3
 _KNOCK_SECONDS = 10.0
 _LOOK_SECONDS = 5.0
 
 
 class RayWorkers:
-    """An executor as `Executor` describes it, of ``count`` workers, or one per CPU of the cluster. Every node needs
-    this package and sees the same paths. ``address`` is the cluster's, as ``ray.init`` takes it; None takes the
-    environment's ``RAY_ADDRESS``, and without it starts a cluster on this machine for as long as it is needed. Raises
-    `UserError`: Ray is not installed."""
+    """An executor as `Executor` describes it, of ``count`` workers, or one per CPU of the cluster; of no more than the
+    ``tasks``, if these were counted. Every node needs this package and sees the same paths. ``address`` is the
+    cluster's, as ``ray.init`` takes it; None takes the environment's ``RAY_ADDRESS``, and without it starts a cluster
+    on this machine for as long as it is needed. Raises `UserError`: Ray is not installed."""
 
-    def __init__(self, count: int | None, address: str | None) -> None:
+    def __init__(self, count: int | None, address: str | None, tasks: int | None = None) -> None:
         # Ray would say how it counts its users, and that a later version treats GPUs otherwise. Its workers are at
         # niceness 15, where a busy machine gives them next to nothing; other executors' are not.
         for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness"):
@@ -34,7 +35,7 @@ class RayWorkers:
             fix = "install it with: pip install '.[ray]' in the checkout"
             raise UserError(f"--executor ray needs Ray ({error}); {fix}") from error
         self._ray: Any = ray
-        self._count = count
+        self._count, self._tasks = count and min(count, tasks or count), tasks
         self._address = address or os.environ.get("RAY_ADDRESS") or None
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
@@ -56,6 +57,7 @@ class RayWorkers:
         cpus, memory = self._count or os.cpu_count() or 1, _OBJECT_STORE_BYTES
         own = {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False, "object_store_memory": memory}
         told: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if self._address is None:
                 self._ray.init("local", **own, **told)
@@ -67,10 +69,12 @@ class RayWorkers:
                 self._ray.init(self._address, **told)
         except (OSError, RuntimeError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
-            none_there = f"--address {self._address}: there is no Ray cluster that this machine can join ({why}); "
-            none_here = f"--executor ray: Ray does not start on this machine ({why})"
-            sentence = none_there + "'ray status' shows a running one" if self._address else none_here
-            raise UserError(sentence) from error
+            if not self._address:
+                raise UserError(f"--executor ray: Ray does not start on this machine ({why})") from error
+            none_there = f"--address {self._address}: there is no Ray cluster that this machine can join ({why})"
+            raise UserError(f"{none_there}; 'ray status' shows a running one") from error
+        if callable(sigterm) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, sigterm)  # Ray has put its own in its place
         return True
 
     def _results[Task, Result](
@@ -97,15 +101,20 @@ class RayWorkers:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
-        failed_starts = 0
+        failed_starts, lost_starts = 0, set[int]()  # since one began; those made at once, with one `before`, are one
         to_give: Attempt[Task] | None = None
         while True:
             while (to_give := to_give or attempts.take() or (attempts.take_slow() if free else None)) and free:
                 actor = free.pop()
+                try:
+                    _ = to_give.deaths and ray.get(actor.node.remote(), timeout=_KNOCK_SECONDS)
+                except ray.exceptions.RayError:  # it died while it was idle, which would be one more death of the task
+                    end(actor)
+                    continue
                 waiting[actor.do.remote(attempts.sent(to_give))] = "do", actor, to_give, ""
                 to_give = None
-            # A busy cluster starts some of them late or never, and the others do not wait for them.
-            most = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))  # of the nodes that there are now
+            # A busy cluster starts some of them late or never, and the others do not wait for them. Nodes may come.
+            most = self._count or len(range(int(ray.cluster_resources().get("CPU", 1)))[: self._tasks]) or 1
             now = alive() if to_give is not None and len(actors) < most else set()
             while to_give is not None and len(actors) < most:
                 actors.append(kind.remote())
@@ -135,8 +144,9 @@ class RayWorkers:
                         yield attempt.task, given_up  # type: ignore[misc]
                     # Else a node vanished meanwhile.
                     failed_starts += attempt is None and not gone and before[actor] <= alive()
-                    if failed_starts >= _MOST_FAILED_STARTS:
-                        raise _cannot_start(how)
+                    lost_starts |= {id(before[actor])} if attempt is None else set()
+                    if failed_starts >= MOST_DEATHS or len(lost_starts) >= MOST_LOSSES:
+                        raise _cannot_start(how or _sentence(lost))
                 elif lost is not None:
                     # Whether it died by itself or with its node says that node: what must run there, runs or cannot.
                     there = NodeAffinitySchedulingStrategy(nodes[actor], soft=False) if actor in nodes else "DEFAULT"
@@ -148,7 +158,7 @@ class RayWorkers:
                 else:
                     free.append(actor)
                     if attempt is None:
-                        failed_starts = 0
+                        failed_starts, lost_starts = 0, set[int]()
                     elif attempts.done(attempt):
                         for answer, (what, other, same, _) in [*waiting.items()]:
                             if what == "do" and same is attempt:  # another worker has it, and its answer is nobody's
@@ -164,7 +174,7 @@ def _cannot_start(why: str) -> UserError:
     )
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception | None) -> str:
     """The gist of Ray's long messages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removeprefix("System error: ")[:400].rstrip(".") if lines else type(error).__name__
@@ -186,8 +196,4 @@ class _Worker:
         return self._work.do(task)
 
 
-def _on_ray(workers: int | None, address: str | None, tasks: int | None) -> Executor:
-    return RayWorkers(workers if workers is None or tasks is None else max(1, min(workers, tasks)), address)
-
-
-EXECUTOR = {"ray": ExecutorEntry(make=_on_ray, cluster=True)}
+EXECUTOR = {"ray": ExecutorEntry(make=RayWorkers, cluster=True)}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from bisect import insort
@@ -18,6 +19,7 @@ from energon_packing.registry import Registry
 _MOST_WORKERS = 64  # on a machine of fewer than 16 processors; else 4 for each
 MOST_DEATHS = 3  # a task is given up when this many workers died at it, the last one while no other task was done
 MOST_LOSSES = 10  # or this many nodes vanished, from the third on while no other task was done
+MOST_IN_VAIN = 100  # workers that may die before any task is done; few tasks that kill them may be all that is left
 SLOW, SLOW_SECONDS = 2.0, 10.0
 """A task is slow if it takes so many times the median of those that are done, and at least so many seconds."""
 _FEWEST, _ONE_IN = 3, 20
@@ -114,7 +116,7 @@ class Attempts[Task]:
         self._work = work
         self._apart: Callable[[Task], Task] | None = getattr(work, "again", None)
         self._seconds: list[float] = []  # of tasks that are done, ascending
-        self._twice = 0
+        self._twice = self._deaths = 0
         self.running: set[Attempt[Task]] = set()
 
     def take(self) -> Attempt[Task] | None:
@@ -148,7 +150,8 @@ class Attempts[Task]:
         return None if attempt is None else max(seconds, 0.0)
 
     def _slowest(self) -> tuple[Attempt[Task] | None, float]:
-        alone = [each for each in self.running if each.workers == 1]
+        # A task at which one died may be what kills them: two workers at it would be two deaths.
+        alone = [each for each in self.running if each.workers == 1 and not each.deaths + each.losses]
         done = len(self._seconds)
         if self._apart is None or not alone or done < _FEWEST or self._twice >= max(1, done // _ONE_IN):
             return None, 0.0
@@ -164,6 +167,7 @@ class Attempts[Task]:
 
     def give_back(self, *attempts: Attempt[Task]) -> None:
         """Takes back tasks that no worker began; they are given out first, in this order."""
+        self._twice -= sum(attempt.workers > 1 for attempt in attempts)
         self._again.extendleft(attempt for attempt in reversed(attempts) if self._is_left(attempt))
 
     def _is_left(self, attempt: Attempt[Task]) -> bool:
@@ -185,21 +189,24 @@ class Attempts[Task]:
     def died(self, attempt: Attempt[Task], how: str, *, lost: bool = False) -> GivenUp | None:
         """Notes that a worker died at a task (``how``: ``was killed by SIGKILL``), or was `lost` with its node, and
         another one does it again. The last one of `MOST_DEATHS`, or of `MOST_LOSSES`, gives it up: the result of a task
-        that stands alone, else it is raised."""
+        that stands alone, else it is raised, as it is when `MOST_IN_VAIN` died: that is no matter of tasks."""
         attempt.losses += lost
         attempt.deaths += not lost
-        if not self._is_left(attempt):
+        self._deaths += not lost
+        in_vain = self._deaths >= MOST_IN_VAIN and not self._seconds
+        if not (self._is_left(attempt) or in_vain):
             return None
-        if attempt.deaths < MOST_DEATHS and attempt.losses < MOST_LOSSES:
+        if attempt.deaths < MOST_DEATHS and attempt.losses < MOST_LOSSES and not in_vain:
             suspect = attempt.deaths == MOST_DEATHS - 1 or attempt.losses >= MOST_DEATHS
             (self._last if suspect else self._again).append(attempt)
             return None
         attempt.ended = True
         vanished = f"{attempt.losses} nodes vanished or could not be reached while it was done"
-        died = f"{attempt.deaths} workers died at it, and the last one {how}"
-        why = f"{died if attempt.deaths >= MOST_DEATHS else vanished}; if memory is short, use fewer --workers"
+        number, at = (self._deaths, "before anything was done") if in_vain else (attempt.deaths, "at it")
+        died = f"{number} workers died {at}, and the last one {how}"
+        why = f"{vanished if attempt.losses >= MOST_LOSSES else died}; if memory is short, use fewer --workers"
         given_up = GivenUp(f"{self._work.name(attempt.task)} was given up: {why}")
-        if self._apart is None:
+        if self._apart is None or in_vain:
             raise given_up
         return given_up
 
@@ -208,13 +215,9 @@ class Attempts[Task]:
 def ended_by_sigterm() -> Iterator[None]:
     """Makes SIGTERM, which a scheduler sends first, an end that cleans up, unless the calling program handles it."""
     own = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
     try:
         if own:
-            signal.signal(signal.SIGTERM, end)
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         yield
     finally:
         if own:
@@ -244,7 +247,6 @@ def in_order[Task, Result](
                 yield first, done.pop(id(first))
 
 
-ExecutorKind = str
 EXECUTORS: Registry[ExecutorEntry] = Registry(
     "executor", folder=__package__, declared=lambda module: getattr(module, "EXECUTOR", {}), setting="--executor"
 )
@@ -260,7 +262,7 @@ class ExecutorConfig:
     """Who does the tasks of a command."""
 
     # ``local`` (processes of this machine), ``ray`` (workers of a Ray cluster), or one that another package declares
-    kind: ExecutorKind = "local"
+    kind: str = "local"
     # how many; None for one per CPU of the machine or cluster. 0 works in the calling process
     workers: int | None = None
     address: str | None = None  # of a running cluster, see `energon_packing.executors.on_ray.RayWorkers`

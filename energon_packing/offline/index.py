@@ -26,7 +26,7 @@ from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.energon.data_identity import HEADER_BYTES
-from energon_packing.errors import UserError
+from energon_packing.errors import UserError, is_machines
 from energon_packing.offline.data_paths import INDEX_FILE
 from energon_packing.offline.files import Amount, Count, InnerPath, Name, differing, parquet_file, read_json, write_json
 from energon_packing.packing.model_cost import SQUARES
@@ -224,16 +224,21 @@ class Index:
 
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
-        damaged, of another measurement, or has another number of rows than it should."""
+        damaged, of another measurement, unreadable, or has another number of rows than it should."""
         path = self.directory / dataset.name / shard.file
         place, again = shown(path), "run 'energon-packing measure' again"
         try:
             file = parquet_file(path, page_checksum_verification=True)
             found = file.described
-        except (OSError, pa.ArrowException):
+        except (OSError, pa.ArrowException) as error:
+            if is_machines(error):
+                raise UserError(f"{place} cannot be read ({error}); see to the storage") from error
             found = None
         if found is None or found.get("identity") != dict(shard.identity):
             raise UserError(f"{place} is {'damaged or of another shard' if exists(path) else 'missing'}; {again}")
+        if (found.get("fingerprint") == "") != shard.set_aside:
+            what = f"{dataset.root}/{shard.name} was {'measured' if shard.set_aside else 'set aside'}"
+            raise UserError(f"{what} after its index was written; {again}")
         lacks = {*(columns or ())} - {*found.get("columns", ())}
         for some, what in ((SHAPE, "heights and widths of images"), (SQUARES, "squares of patches")):
             if lacks & {*some}:

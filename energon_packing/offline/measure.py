@@ -9,6 +9,7 @@ import os.path
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from energon_packing.executors.work import Progress
 from energon_packing.families.geometry import MOST_PATCHES
 from energon_packing.offline import index as index_file
 from energon_packing.offline.data_paths import is_index
-from energon_packing.offline.files import locked, read_metadata, remove_leftovers, said, write_table, writing
+from energon_packing.offline.files import locked, read_metadata, remove_leftovers, write_table, writing
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, differing_lengths, media_state
 from energon_packing.offline.shared_work import SharedConfig, work_shared
 from energon_packing.offline.source import IndexedMedia, ShardIndex, SourcePart, TarFiles, has_moved, source_parts
@@ -281,7 +282,7 @@ def _seen[Seen](path: Path, look: Callable[[Path], Seen], lost: Seen | None = No
     except OSError as error:
         if lost is not None and isinstance(error, FileNotFoundError | NotADirectoryError):
             return lost
-        what = f"{shown(path)}, a shard of the data set, cannot be read ({said(error)})"
+        what = f"{shown(path)}, a shard of the data set, cannot be read ({error.strerror or error})"
         raise UserError(f"{what}; put it back, or convert again") from error
 
 
@@ -343,10 +344,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     with another encoder, or a shard cannot be measured."""
     kind = kind_of_config(run).name
     measurer = ShardMeasurer(run)
-    before = _index(config.out, measurer)  # refused before anything is measured
-    measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
-    for each in before.datasets:
-        measurer.known[each.name] = {it: [of] for it, of in zip(each.media_shards, each.media_states, strict=False)}
+    _index(config.out, measurer)  # refused before anything is measured
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part, config.split) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -357,11 +355,14 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     with writing(config.out, "measure"):
         make_directory(config.out)
         with locked(config.out):  # and so a file system without locks is told of before the work
-            if not _index(config.out, measurer).fingerprint:  # commands of another encoder are refused from now on
+            before = _index(config.out, measurer)
+            measurer.fingerprint = dict(before.fingerprint) or measurer.fingerprint
+            if not before.fingerprint:  # commands of another encoder are refused from now on
                 Index(directory=config.out, encoder=to_mapping(run.encoder), fingerprint=measurer.fingerprint).save()
-    out = absolute(config.out)  # workers may have another current directory
-    directories = [out / name for name in names]
-    measurer.directories = tuple(directories)
+    for each in before.datasets:
+        measurer.known[each.name] = {it: [of] for it, of in zip(each.media_shards, each.media_states, strict=False)}
+    # Absolute, as workers may have another current directory.
+    measurer.directories = directories = tuple(absolute(config.out) / name for name in names)
     for part in parts:  # by this thread, of which SQLite is
         measurer.index_of(part.root), measurer.index_of(part.media_root)
     shards = [(part, shard, folder) for part, folder in zip(parts, directories, strict=True) for shard in part.shards]
@@ -416,7 +417,7 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index:
 
 
 def _saved(
-    config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset]
+    config: MeasureConfig, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], tries: int = 3
 ) -> tuple[Index, tuple[str, ...]]:
     """Writes the index with the data sets of this command in it, beside those that are there, and tells what changed.
     What has got another place takes that of its entry, since plans follow the order of entries. A part is left out that
@@ -452,6 +453,12 @@ def _saved(
             fingerprint=measurer.fingerprint,
         )
         index.save()
+    if remote_address(config.out) and tries:  # nothing is locked there: another command may have written it at once
+        time.sleep(1)  # longer than from reading an index to storing it
+        kept = {it.name for it in _index(config.out, measurer).datasets}
+        if lost := [it for it in index.datasets if it.name not in kept]:
+            index, more = _saved(config, measurer, lost, tries - 1)
+            changes += more
     return index, tuple(changes)
 
 

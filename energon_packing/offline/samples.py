@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from energon_packing.config import to_mapping
 from energon_packing.config.setting import before, length_free_of
-from energon_packing.drops import SET_ASIDE
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.files import differing
 from energon_packing.offline.index import SHAPE, Index, IndexedDataset, IndexedShard, differing_lengths, kind_of
@@ -308,13 +307,6 @@ def _read_sizes(sources: Sources, shards: range, types: Mapping[str, type]) -> t
         bad.extend((np.flatnonzero(table.column("reason").is_valid().to_numpy()) + start).tolist())
     rows = _rows_of(sources, np.array(bad, dtype=np.int64), ["key", "reason", "detail"])
     drops = [Drop(source=source, **row | {"detail": row["detail"] or ""}) for source, row in rows.items()]
-    for number in np.unique(sources.shard_of([drop.source for drop in drops if drop.reason == SET_ASIDE])):
-        dataset, shard = sources.shard_at(number)
-        if not shard.set_aside:
-            raise UserError(
-                f"{dataset.root}/{shard.name} was set aside after its index was written; run 'energon-packing measure' "
-                "again"
-            )
     return Sizes(**columns), drops
 
 

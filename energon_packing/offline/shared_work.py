@@ -5,6 +5,7 @@ Slurm that does.
 import os
 import shlex
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.errors import UserError, refuse
-from energon_packing.executors.work import ExecutorConfig, ExecutorKind, GivenUp, ended_by_sigterm
+from energon_packing.executors.work import ExecutorConfig, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers, replacing, writing
 from energon_packing.remote_files import listed, remote_address
 
@@ -23,7 +24,7 @@ from energon_packing.remote_files import listed, remote_address
 class WorkersConfig:
     """Who works; see `ExecutorConfig`."""
 
-    executor: ExecutorKind = "local"
+    executor: str = "local"
     workers: int | None = 1
     address: str | None = None
 
@@ -53,6 +54,7 @@ class SharedConfig(WorkersConfig):
         refuse(
             (not 0 <= self.rank < self.world_size, f"--rank {self.rank} {nowhere}."),
             (self.world_size > 1 and self.tasks, "--tasks names the shards; leave --rank and --world-size out."),
+            (self.slurm and remote_address(self.slurm), "--slurm writes to this machine; name a local directory."),
             (self.slurm and divided, "--slurm divides the shards itself; leave --tasks, --rank and --world-size out."),
             (self.shards_per_task and not self.slurm, "--shards-per-task is of a job for Slurm; add --slurm DIR."),
         )
@@ -61,8 +63,7 @@ class SharedConfig(WorkersConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedResults:
     """What became of all shards: the result of each task, if all are there; how many of its share were missing when the
-    command began, and were there; how many of all another command has not done yet; and why others are not done, which
-    are none of these."""
+    command began, and were there; how many of all another command has not done yet; and why others are not done."""
 
     results: list[Any]
     done: int
@@ -140,6 +141,7 @@ def work_shared(
             if results[task.number] is None and (result := hole(task)) is not None:
                 results[task.number], dead[task.number] = result, f"{label(task)} was set aside by another command"
         missing = [results[task.number] for task in others].count(None)
+    dead |= {it.number: f"{label(it)} is being made by another command" for it in left if results[it.number] is None}
     told = tuple(dead[number] for number in sorted(dead))
     done = sum(results[task.number] is not None and task.number not in dead for task in mine)
     return SharedResults(results=results, done=done, reused=reused, missing=missing, set_aside=told)
@@ -177,23 +179,22 @@ def _listed(file: Path, named: dict[str, Any]) -> list[Any]:
 
 
 MOST_TASKS = 1000  # by default; Slurm's own ``MaxArraySize`` is 1001
-_HEADER = "# Head of job.sh, yours from now on: lines of #SBATCH, then what makes energon-packing known on a node."
 _JOB = """\
-#!/bin/bash
-# Written by energon-packing; header.sh is the place for changes. Submit it with: bash job.sh [OPTIONS OF SBATCH]
+# The place for changes is header.sh. Submit it with: bash job.sh [OPTIONS OF SBATCH]
 #SBATCH --job-name=energon-packing
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@60
 {header}
 cd {here} || exit 2
-if [ -n "${{SLURM_ARRAY_TASK_ID:-}}" ]; then
+if [ "${{1:-}}" = --task ]; then
     exec energon-packing {name} --tasks={lists}/"$SLURM_ARRAY_TASK_ID" {words}
 elif [ "${{1:-}}" = --complete ]; then
     energon-packing {name} --slurm={folder}{each} {words} && [ ! -s {missing} ]
-else
-    id=$(sbatch --parsable --array=0-{last} "$@" {job}) &&
-        sbatch --dependency=afterany:"${{id%%;*}}" "$@" {job} --complete
+else  # sbatch takes the last of an option that is there twice; of --array we take the limit, as in %10 or 0-99%10
+    limit=; for word; do [[ $word =~ ^(-a|--array=)?[0-9,:-]*(%[0-9]+)$ ]] && limit=${{BASH_REMATCH[2]}}; done
+    id=$(sbatch "$@" --parsable --array=0-{last}"$limit" {job} --task) &&
+        sbatch "$@" --dependency=afterany:"${{id%%;*}}" --array=0 {job} --complete
 fi
 """
 
@@ -202,32 +203,38 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
     """Writes a job of a `command` (its name, its options, and the rest), an array whose tasks each run it for a list of
     shards, with a last step that looks: ``job.sh``, the lists, and ``missing.txt``, the shards that nobody has done;
     none leaves all else as it is. What is in a list is complete when the shard's own file is there. Lists of a job that
-    was submitted before stay as they are. Raises UserError: `folder` cannot be written."""
+    was submitted before stay as they are. Raises UserError: `folder` cannot be written, or holds what is not of this
+    command; or lists cannot tell the shards apart."""
+    if odd := [it for it, times in Counter(missing).items() if times > 1 or "\n" in it]:
+        why = f"{odd[0]!r:.200} is the name of two shards, or has a line break"
+        raise UserError(f"--slurm lists shards by name, but {why}; share them with --rank and --world-size")
     folder = folder.absolute()
+    files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "folder": folder, "here": Path.cwd()}
+    own = f"# Written for: {command[0]} {[it for it in command if it[:6] == '--out=']} in {str(Path.cwd())!r}"
     with writing(folder, command[0]):
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "missing.txt", missing)
+        there = files["job"] if files["job"].exists() else files["missing"]
+        if there.exists() and there.stat().st_size and own.encode() not in there.read_bytes():
+            raise UserError(f"--slurm {folder} has a {there.name} that is not of this command; name another directory")
+        _write(files["missing"], missing)
         if not missing:
             return
         if not (folder / "header.sh").exists():
-            _write(folder / "header.sh", [_HEADER])
+            _write(folder / "header.sh", ["# Head of job.sh, yours: #SBATCH, then what makes energon-packing known."])
         lists = next(it for it in (folder / f"lists-{number}" for number in count(1)) if not it.exists())
-        lists.mkdir()
-        each = shards_per_task or -(-len(missing) // MOST_TASKS)
-        shares = list(batched(missing, each))
+        lists.mkdir(exist_ok=True)  # the same command may write here now
+        shares = list(batched(missing, shards_per_task or -(-len(missing) // MOST_TASKS)))
         for number, share in enumerate(shares):
             _write(lists / str(number), share)
-        files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "lists": lists, "folder": folder}
         script = _JOB.format(
-            **{name: shlex.quote(str(path)) for name, path in files.items()},
+            **{name: shlex.quote(str(path)) for name, path in [*files.items(), ("lists", lists)]},
             header=os.fsdecode((folder / "header.sh").read_bytes()),
-            here=shlex.quote(str(Path.cwd())),
             name=command[0],
             words=shlex.join(command[1:]),
             each=f" --shards-per-task={shards_per_task}" if shards_per_task else "",
             last=len(shares) - 1,
         )
-        _write(folder / "job.sh", [script])  # another file, so that a job that reads the old one does not notice
+        _write(files["job"], ["#!/bin/bash", own, script])  # a file of its own, as a job may be reading the old one
 
 
 def _write(file: Path, lines: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from support.ranks import ranks_environment
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.executors import local
+from energon_packing.executors import local, on_ray
 from energon_packing.executors import work as working
 from energon_packing.executors.local import LocalProcesses
 from energon_packing.executors.work import EXECUTORS, CallingProcess, ExecutorConfig, GivenUp, in_order
@@ -192,6 +192,45 @@ def test_a_task_is_given_up_at_its_third_death(tmp_path):
     assert (account.take(), account.running) == (None, set())
 
 
+def test_a_task_at_which_a_worker_died_is_tried_by_one_at_a_time_and_a_second_one_that_never_began_costs_nothing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(working, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(working, "SLOW", 0.0)
+    account = working.Attempts([(number, "") for number in range(5)], ApartSquares(tmp_path))
+    first, second, *others = [account.take() for _ in range(5)]
+    for each in (first, second, *others):
+        account.sent(each)
+    assert all(account.done(each) for each in others)
+    assert account.take_slow() is first
+    account.give_back(first)
+    assert account.take_slow() is first  # it is the only one still
+    monkeypatch.setattr(working, "_ONE_IN", 1)
+    assert [account.died(first, "ended"), account.died(first, "ended")] == [None, None]
+    assert (account.take(), account.take_slow()) == (None, second)
+    assert [account.died(second, "ended"), account.take_slow()] == [None, None]
+    account.done(second)
+    assert account.take() is first
+    assert (account.take_slow(), account.patience()) == (None, None)
+    assert isinstance(account.died(first, "ended"), GivenUp)
+
+
+@pytest.mark.parametrize("tasks", [1, 10, 1000])
+def test_workers_that_all_die_are_no_matter_of_the_tasks(tmp_path, tasks):
+    class Breaks(ApartSquares):
+        def begin(self):
+            os._exit(7)
+
+    results = LocalProcesses(2).results(((number, "") for number in range(tasks)), Breaks(tmp_path))
+    if tasks < 1000:
+        assert [isinstance(why, GivenUp) for _, why in results] == [True] * tasks
+        return
+    with pytest.raises(
+        GivenUp, match="100 workers died before anything was done, and the last one ended with exit code 7"
+    ):
+        next(results)
+
+
 def test_one_task_in_twenty_at_most_is_done_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(working, "SLOW_SECONDS", 0.1)
     tasks = [(number, "waits" if number < 3 else "") for number in range(30)]
@@ -235,15 +274,84 @@ def test_starts_that_fail_as_a_node_vanishes_are_not_counted(executor, tmp_path,
 
     def died(answer):
         result = get(answer)
-        if isinstance(result, str) and len(lost) < 3:  # the name of the actor's node
+        if isinstance(result, str) and len(lost) < 2:  # the name of the actor's node; both began at once
             lost.append(result)
             raise ray.exceptions.ActorDiedError
         return result
 
+    monkeypatch.setattr(on_ray, "MOST_DEATHS", 1)
     monkeypatch.setattr(ray, "get", died)
     monkeypatch.setattr(ray, "nodes", lambda: [*nodes(), {"NodeID": "another", "Alive": not lost}])
     found = dict(executor.results([(number, "") for number in range(6)], ApartSquares(tmp_path)))
-    assert (len(found), len(lost)) == (6, 3)
+    assert (len(found), len(lost)) == (6, 2)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_starts_that_are_all_lost_end_the_command(executor, tmp_path, monkeypatch):
+    import ray
+
+    get, lost = ray.get, []
+
+    def unavailable(answer):
+        lost.append(get(answer))
+        assert len(lost) < 20, "for ever"
+        raise ray.exceptions.ActorUnavailableError("the network has failed", None)
+
+    monkeypatch.setattr(on_ray, "MOST_LOSSES", 3)
+    monkeypatch.setattr(ray, "get", unavailable)
+    with pytest.raises(UserError, match=r"Ray cannot start workers for this command .*the network has failed"):
+        next(executor.results([(number, "") for number in range(6)], ApartSquares(tmp_path)))
+    assert len(lost) >= 3
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_an_actor_that_died_while_it_was_idle_is_no_further_death_of_a_task(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(working, "MOST_DEATHS", 2)
+    idle = []
+
+    def given():
+        yield from ((50, "meets"), (51, "meets"))
+        while len(idle) < 2:
+            yield working.NOT_YET
+        for process in idle:
+            os.kill(process, signal.SIGKILL)
+        assert all(ended(process) for process in idle)
+        yield 2, ""
+
+    found = []
+    for task, (value, process) in ExecutorConfig(kind=kind, workers=2).executor(3).results(given(), Squares(tmp_path)):
+        found.append((task[0], value))
+        idle.append(process)
+    assert (2, 4) in found  # the first of both is a death, as nothing had happened at the task before
+
+
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=NEEDS_RAY)], indirect=True)
+def test_a_cluster_has_no_more_workers_than_there_are_tasks(kind, tmp_path, monkeypatch):
+    import ray
+
+    wait, awaited = ray.wait, []
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
+    monkeypatch.setattr(ray, "wait", lambda answers, **how: awaited.append(len(answers)) or wait(answers, **how))
+    results = ExecutorConfig(kind=kind, workers=None).executor(2).results([(1, ""), (2, "")], Squares(tmp_path))
+    assert sorted(value for _, (value, _) in results) == [1, 4]
+    assert max(awaited) == 2
+
+
+@NEEDS_RAY
+def test_sigterm_ends_a_command_on_ray_as_any_other(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: signal.signal(signal.SIGTERM, lambda *_: sys.exit(15)))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with working.ended_by_sigterm():
+            on_ray.RayWorkers(1, None)._connect()
+            with pytest.raises(SystemExit) as caught:
+                signal.raise_signal(signal.SIGTERM)
+        assert (caught.value.code, signal.getsignal(signal.SIGTERM)) == (128 + signal.SIGTERM, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_what_a_task_raises_is_raised(executor, kind, tmp_path):

@@ -30,7 +30,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         name="a shard that takes its node with it is tried for ever",
         test=EXECUTORS + "test_a_task_that_is_taken_back_has_had_no_death_and_one_whose_nodes_vanish_is_given_up_late",
         oracle="the definition",
-        edits=((WORK, " and attempt.losses < MOST_LOSSES:", ":"),),
+        edits=((WORK, " and attempt.losses < MOST_LOSSES and not in_vain:", " and not in_vain:"),),
     ),
     Mutation(
         trap=266,
@@ -47,7 +47,13 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         name="a task that stands alone ends the command",
         test=EXECUTORS + "test_a_task_that_stands_alone_is_given_up_while_the_others_are_done[local]",
         oracle="the definition",
-        edits=((WORK, "        if self._apart is None:\n            raise", "        if True:\n            raise"),),
+        edits=(
+            (
+                WORK,
+                "        if self._apart is None or in_vain:\n            raise",
+                "        if True:\n            raise",
+            ),
+        ),
     ),
     Mutation(
         trap=267,
@@ -82,7 +88,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         name="rows that were set aside after the index are drops of a plan",
         test=ASIDE + "test_a_plan_refuses_rows_that_were_set_aside_after_the_index_was_written[polylithic]",
         oracle="the samples of the data set",
-        edits=(("offline/samples.py", "        if not shard.set_aside:\n", "        if False:\n"),),
+        edits=(("offline/index.py", 'if (found.get("fingerprint") == "") != shard.set_aside:', "if False:"),),
     ),
     Mutation(
         trap=268,

@@ -742,7 +742,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/offline/test_measure.py::"
         "test_a_command_of_another_encoder_that_begins_the_same_index_is_refused_before_it_measures",
         oracle="the index of one command alone",
-        edits=(("offline/measure.py", "if not _index(config.out, measurer).fingerprint:", "if False:"),),
+        edits=(("offline/measure.py", "if not before.fingerprint:", "if False:"),),
     ),
     Mutation(
         trap=218,

@@ -30,8 +30,10 @@ from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.errors import UserError
+from energon_packing.offline import measure as measuring
 from energon_packing.offline.files import HOST, read_json, write_json, writing
 from energon_packing.offline.files import said as said_of_error
+from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -400,6 +402,29 @@ def test_a_cache_gives_no_old_bytes_or_is_refused(served, tmp_path, monkeypatch,
         with contextlib.nullcontext() if checks else pytest.raises(UserError, match="set check_source_version to"):
             found = [remote_files.read_range(f"msc://{name}/cached", at, 9) for at in (0, 1)]
             assert [*found, remote_files.read(f"msc://{name}/cached")] == [content, content[1:], content]
+
+
+@pytest.mark.parametrize("lost", ["one's own", "another"])
+def test_an_index_that_another_command_stores_at_once_loses_no_data_set(
+    served, dataset, sources, run_of, tmp_path, monkeypatch, lost
+):
+    data, out, run, slept = tmp_path / "data", beside(served[1], f"at-once-{lost[:3]}"), run_of(dataset), []
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 0.6, "val": 0.4}, workers=0))
+    for split in ("train", "val"):
+        measure(MeasureConfig(paths=(data,), out=out, split=split, workers=0), run)
+
+    def stores(_):  # the other command read the index before this one, or before the one of "val", stored it
+        index, path = Index.open(out), str(dataset if lost == "one's own" else data)
+        if not slept:
+            kept = tuple(it for it in index.datasets if (it.path, it.asked) != (path, "train"))
+            dataclasses.replace(index, datasets=kept).save()
+        slept.append(len(index.datasets))
+
+    monkeypatch.setattr(measuring.time, "sleep", stores)
+    measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)
+    assert slept == [3, 3]
+    found = sorted((it.path, it.asked) for it in Index.open(out).datasets)
+    assert found == sorted([(str(data), "train"), (str(data), "val"), (str(dataset), "train")])
 
 
 @pytest.mark.parametrize("at", ["here", "there"])

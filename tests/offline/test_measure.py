@@ -368,7 +368,8 @@ def test_what_an_index_holds_is_listed_and_taken_out_by_name_split_or_because_it
     assert held() == []
 
 
-def test_an_index_from_before_a_setting_is_not_measured_again(dataset, run_of, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_index_from_before_a_setting_is_not_measured_again(dataset, run_of, tmp_path, monkeypatch, at_once):
     from energon_packing.offline import measure as measuring
 
     run, config, own = run_of(dataset), MeasureConfig(paths=(dataset,), out=tmp_path / "a", workers=0), {}
@@ -377,10 +378,18 @@ def test_an_index_from_before_a_setting_is_not_measured_again(dataset, run_of, t
         own.update(measuring_fingerprint(*given))
         return {name: value for name, value in own.items() if name != "encoder.template_date"}
 
-    measuring_fingerprint = measuring.measuring_fingerprint
-    with monkeypatch.context() as before:
-        before.setattr(measuring, "measuring_fingerprint", older)
-        measure(config, run)
+    measuring_fingerprint, make_directory = measuring.measuring_fingerprint, measuring.make_directory
+
+    def by_the_older_version(*_):
+        monkeypatch.setattr(measuring, "make_directory", make_directory)
+        with monkeypatch.context() as before:
+            before.setattr(measuring, "measuring_fingerprint", older)
+            measure(config, run)
+
+    if at_once:  # both found no index
+        monkeypatch.setattr(measuring, "make_directory", by_the_older_version)
+    else:
+        by_the_older_version()
     report = measure(config, run)
     assert (report.measured, report.reused) == (0, 6)
     assert report.index.fingerprint == {name: own[name] for name in own if name != "encoder.template_date"}

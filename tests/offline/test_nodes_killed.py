@@ -159,7 +159,9 @@ def test_processes_that_slurm_starts(one, tmp_path, monkeypatch):
         for killed in (3, 0):
             script, lists = ["bash", str(job / "job.sh")], sorted((job / f"lists-{2 - bool(killed)}").iterdir())
             tasks = [
-                subprocess.Popen(script, env=environment | {"SLURM_ARRAY_TASK_ID": each.name}, start_new_session=True)
+                subprocess.Popen(
+                    [*script, "--task"], env=environment | {"SLURM_ARRAY_TASK_ID": each.name}, start_new_session=True
+                )
                 for each in lists
             ]
             for number in range(killed):

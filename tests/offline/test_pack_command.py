@@ -29,6 +29,7 @@ from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import UserError
 from energon_packing.offline.files import read_metadata, write_table
+from energon_packing.offline.formats.bridge_parquet import BridgeParquet
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PACK_FORMATS, PackConfig, PackFormat, pack, register_pack_format
@@ -442,6 +443,24 @@ def test_packs_of_every_format_are_made_once_by_any_ranks_and_go_on_where_they_s
     with pytest.raises(UserError, match="choose another --out"):
         packed("shared", "next_fit")  # as many files or more
     assert contents(tmp_path / "shared") == before
+
+
+@pytest.mark.parametrize("method", ["do", "complete"])
+def test_parquet_files_of_a_plan_that_is_packed_at_once_are_refused(texts_of, tmp_path, monkeypatch, method):
+    name = "packs-00001.idx.parquet"
+    for policy in ("next_fit", "window"):
+        pack(options(texts_of(policy), tmp_path / policy, format="bridge-parquet"))
+    own, copied = getattr(BridgeParquet, method), []
+
+    def meanwhile(self, *given):
+        if not copied:
+            copied.append(shutil.copy(tmp_path / "next_fit" / name, tmp_path / "both" / name))
+        return own(self, *given)
+
+    monkeypatch.setattr(BridgeParquet, method, meanwhile)
+    with pytest.raises(UserError, match=f"{name} was packed from another plan"):
+        pack(options(texts_of("window"), tmp_path / "both", format="bridge-parquet"))
+    assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "next_fit" / name).read_bytes()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Shards whose workers die, jobs for Slurm, and commands that are killed: what is not there is named."""
 
+import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +22,7 @@ from test_planned_loader import planned
 from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
 from energon_packing.errors import UserError
+from energon_packing.offline import index as index_file
 from energon_packing.offline.formats.shards import ShardPacker
 from energon_packing.offline.index import Index
 from energon_packing.offline.measure import ShardMeasurer
@@ -105,7 +108,8 @@ def test_a_shard_that_kills_its_workers_is_a_hole_that_the_plan_must_name(
     assert json.loads(done.output)["drops"]["set_aside"] == 6
     dropped = [json.loads(line) for line in drops_path(tmp_path / "plan.parquet").read_text().splitlines()[1:]]
     left_out = {each["dropped"] for each in dropped if each["reason"] == "set_aside"}
-    names = Index.open(whole).rows(part, next(it for it in part.shards if it.name == POISON), ["key"])
+    (measured,) = Index.open(whole).datasets
+    names = Index.open(whole).rows(measured, next(it for it in measured.shards if it.name == POISON), ["key"])
     assert left_out == {*names.column("key").to_pylist()}
     make_plan([whole], run, tmp_path / "whole.parquet")
     kept, every = (
@@ -169,6 +173,30 @@ def test_a_plan_refuses_rows_that_were_set_aside_after_the_index_was_written(dat
         make_plan([index], run, tmp_path / "plan.parquet")
 
 
+def test_a_plan_refuses_rows_that_were_measured_after_the_index_was_written_or_that_a_store_does_not_give(
+    dataset, run_of, plan_of, tmp_path, monkeypatch
+):
+    index, run = tmp_path / "index", run_of(dataset)
+    shutil.copytree(Path(plan_of.data.path).with_name("index"), index)
+    held = Index.open(index)
+    (part,) = held.datasets
+    (measured,) = source_parts(Path(part.path), part.asked, "conversations")
+    shards = tuple(dataclasses.replace(it, set_aside=it.name == POISON) for it in part.shards)
+    dataclasses.replace(held, datasets=(dataclasses.replace(part, shards=shards),)).save()
+    with pytest.raises(UserError, match=f"{POISON} was measured after its index was written"):  # it would have them
+        make_plan([index], run, tmp_path / "plan.parquet", without=[f"{part.root}/{POISON}"])
+
+    def failed(*_, **__):
+        raise OSError(errno.EIO, "Failed to HEAD it, status_code: 500")
+
+    monkeypatch.setattr(index_file, "parquet_file", failed)
+    with pytest.raises(UserError, match=r"parquet cannot be read \(.*Failed to HEAD .*\); see to the storage$"):
+        make_plan([index], run, tmp_path / "plan.parquet", without=[f"{part.root}/{POISON}"])
+    monkeypatch.setattr(index_file, "shard_status", failed)
+    with pytest.raises(UserError, match=r"cannot be read \(Failed to HEAD it, status_code: 500\); put it back"):
+        ShardMeasurer(run).measure(measured, POISON, index / part.name)
+
+
 @dataclass(frozen=True)
 class Task:
     number: int
@@ -199,6 +227,7 @@ def test_shards_of_others_are_counted_without_opening_them_and_what_never_came_i
             progress=lambda *_: None,
         )
     assert (shared.done, shared.missing) == (2, 3)  # 0, 1 and 5: 2 and 4 are done, and 3 is there
+    assert shared.set_aside == ("0 is being made by another command",)  # so the command does not end with 0
     assert opened == [0, 2, 4]
 
 
@@ -263,16 +292,26 @@ def slurm(tmp_path, monkeypatch):
     return tmp_path / "it's a job"
 
 
+def sbatch(line):
+    """What ``sbatch`` takes such words for: the last of an option counts."""
+    options = dict(re.findall(r"--(array|dependency)=(\S+)", line))
+    return options | {"script": line[re.search(r"/", line).start() :]}
+
+
 def array(folder, *, killed=()):
     """Runs what the job's ``sbatch`` would: its array, of which some are killed while they work, and its last step."""
-    subprocess.run(["bash", str(folder / "job.sh"), "--partition=low"], check=True)
+    words = ["--partition=low", "--dependency=afterok:5", "--array=0-99%3"]  # of another array, as here
+    subprocess.run(["bash", folder / "job.sh", *words], env={**os.environ, "SLURM_ARRAY_TASK_ID": "0"}, check=True)
     first, last = (folder.parent / "submitted").read_text().splitlines()[-2:]
-    count = int(first.split("--array=0-")[1].split()[0]) + 1
-    assert first == f"--parsable --array=0-{count - 1} --partition=low {folder}/job.sh"
-    assert last == f"--dependency=afterany:77 --partition=low {folder}/job.sh --complete"
+    count = int(sbatch(first)["array"].split("-")[1].split("%")[0]) + 1
+    assert (sbatch(first)["array"], sbatch(first)["dependency"]) == (f"0-{count - 1}%3", "afterok:5")
+    assert (sbatch(last)["array"], sbatch(last)["dependency"]) == ("0", "afterany:77")
+    assert [sbatch(each)["script"] for each in (first, last)] == [
+        f"{folder}/job.sh --{it}" for it in ("task", "complete")
+    ]
     tasks = [
         subprocess.Popen(
-            ["bash", str(folder / "job.sh")],
+            ["bash", str(folder / "job.sh"), "--task"],
             env=ranks_environment(SLURM_ARRAY_TASK_ID=str(number), SLURM_JOB_ID="77"),
             cwd="/",
             stdout=subprocess.DEVNULL,
@@ -293,11 +332,12 @@ def array(folder, *, killed=()):
 def test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_process(
     dataset, config, plan_of, slurm, tmp_path
 ):
-    folder = Path(plan_of.data.path).parent
+    jobs, folder = slurm, Path(plan_of.data.path).parent
     for name, words in {
         "index": ("measure", "--config", config, "--out", "index", "--workers", 0, "--", dataset),
         "packed": ("pack", "--out", "packed", "--shard-packs", 1, folder / "plan.parquet", "--workers", 0),
     }.items():
+        slurm = jobs.with_name(f"{jobs.name} of {name}")
         job = [*words[:1], "--slurm", slurm, *(["--shards-per-task", 2] if name == "index" else []), *words[1:]]
         here = os.getcwd()
         os.chdir(tmp_path)
@@ -330,6 +370,7 @@ def test_an_array_of_slurm_of_which_some_are_killed_ends_with_the_files_of_one_p
         (["--slurm", "job", "--tasks", "list"], "--slurm divides the shards itself"),
         (["--shards-per-task", "3"], "--shards-per-task is of a job for Slurm"),
         (["--tasks", "list", "--rank", "1", "--world-size", "2"], "--tasks names the shards"),
+        (["--slurm", "s3://bucket/job"], "--slurm writes to this machine; name a local directory."),
         (["--tasks", "nowhere"], "--tasks nowhere cannot be read"),
         (["--tasks", "/proc/self/exe"], "which is no shard of this command; write the lists anew"),
         (["--tasks", "/proc/self/status"], "which is no shard of this command; write the lists anew"),
@@ -347,6 +388,39 @@ def test_a_job_has_the_names_and_the_header_that_are_there_in_whatever_encoding(
     assert b"# gr\xfc\xdfe\n" in (tmp_path / "job.sh").read_bytes()
     assert b"\xe9.yaml" in (tmp_path / "job.sh").read_bytes()
     assert _listed(tmp_path / "missing.txt", {name: name for name in names}) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a/b.tar", "a/b.tar"], "'a/b.tar' is the name of two shards"),
+        (["a.tar", "b\nc.tar"], r"'b\\nc.tar' is the name of two shards, or has a line break"),
+    ],
+)
+def test_a_job_of_names_that_lists_cannot_hold_is_refused(tmp_path, names, said):
+    with pytest.raises(UserError, match=said):
+        write_job(tmp_path / "job", ["measure"], names, None)
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_job_takes_no_place_of_another_one_or_of_other_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["measure", "--out=index", "--", "data"]
+    for name in ("job.sh", "missing.txt"):
+        (tmp_path / name).write_text("mine\n")
+        with pytest.raises(UserError, match=f"--slurm {tmp_path} has a {name} that is not of this command"):
+            write_job(Path(), command, ["a.tar"], None)
+        assert [(it.name, it.read_text()) for it in tmp_path.iterdir()] == [(name, "mine\n")]
+        (tmp_path / name).unlink()
+    write_job(Path("job"), command, [], None)  # nothing was missing then
+    for names in (["a.tar", "b.tar"], ["b.tar"], []):
+        write_job(Path("job"), [*command, "more"], names, None)
+    script = (tmp_path / "job/job.sh").read_bytes()
+    for other in (["pack", *command[1:]], ["measure", "--out=another", "--", "data"]):
+        with pytest.raises(UserError, match=r"has a job\.sh that is not of this command; name another directory"):
+            write_job(Path("job"), other, ["c.tar"], None)
+    assert (tmp_path / "job/job.sh").read_bytes() == script
+    assert sorted(it.name for it in (tmp_path / "job").iterdir() if it.is_dir()) == ["lists-1", "lists-2"]
 
 
 def test_a_command_that_is_ended_by_sigterm_leaves_nothing_half_written(plan_of, tmp_path):

@@ -79,7 +79,7 @@ class BridgeParquet(PackFormat):
         return True
 
     def do(self, task: PackTask) -> bool:
-        path = self.path(task.number)
+        path, _ = self.path(task.number), self.found(task.number)
         rows = (self._row(planned) for planned in self.planned_packs(task.number))
         tables = (pa.Table.from_pylist(list(some), SCHEMA) for some in batched(rows, AT_ONCE))
         with writing(path, "pack"):
@@ -91,6 +91,7 @@ class BridgeParquet(PackFormat):
         counts them: in positions, of which a sample has one less than tokens."""
         sizes = []
         for number in range(len(self.firsts)):
+            self.found(number)  # another plan's command may have begun at once
             for rows in pq.ParquetFile(self.path(number)).iter_batches(AT_ONCE, columns=["loss_mask", "seq_start_id"]):
                 tokens = pc.list_value_length(rows["loss_mask"]).to_pylist()
                 for starts, end in zip(rows["seq_start_id"].to_pylist(), tokens, strict=True):

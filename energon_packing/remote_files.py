@@ -340,13 +340,15 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
             if is_machines(error):
                 raise
             # Without the cause: a traceback would print keys that are in the configuration.
+            if isinstance(error, TimeoutError | ConnectionError) or type(error).__name__ in _PASSING:
+                raise OSError(errno.EIO, _words(error), address) from None
             raise UserError(f"{unusable}: {_words(error)}; see to its profile for multi-storage-client") from None
         if (cache := getattr(client, "_cache_manager", None)) is not None and not cache.check_source_version():
             raise UserError(f"{unusable}: its cache may give old bytes; set check_source_version to true for it")
         try:
             return do(client, path)
         except Exception as error:
-            told = isinstance(error, OSError | UserError) or type(error).__name__ == "RetryableError"
+            told = isinstance(error, OSError | UserError) or type(error).__name__ in _PASSING
             if told or (type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)):
                 raise
             if (code := _http_status(error)) in (429, *range(500, 600)):  # of lists, which multistorageclient lets pass
@@ -356,12 +358,16 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
     return read_again(shown(address), tried)
 
 
+_PASSING = ("RetryableError", "CredentialRetrievalError")
+_VALUES = re.compile(r" in '.*|\$\{?\w*[a-z0-9]\w*\}?|(?<=alias )'.*?'", re.DOTALL)  # of what is not understood in YAML
+
+
 def _words(error: Exception) -> str:
     """What a client's error says, on one line and without values of the configuration, which may be keys."""
     text, said = str(error) or type(error).__name__, (error.args or (error,))[-1]
     if hasattr(said, "json_path"):  # of the check of its form
         text = f"{said.json_path}: {said.message.replace(repr(said.instance), 'its value')}"
-    return " ".join(without_secrets(text).split()).rstrip(".")
+    return " ".join(_VALUES.sub("...", without_secrets(text)).split()).rstrip(".")
 
 
 def _http_status(error: Any) -> int:
@@ -370,7 +376,7 @@ def _http_status(error: Any) -> int:
     of_s3 = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
     others = (getattr(each, name, None) for each in (answer, error) for name in ("status_code", "code", "status"))
     default = 400 if isinstance(error, NotImplementedError) else 500
-    return next((each for each in (of_s3, *others) if isinstance(each, int)), default)
+    return next((each for each in (of_s3, *others, *error.args[1:2]) if isinstance(each, int)), default)
 
 
 def _described(there: Any) -> RemoteFile:

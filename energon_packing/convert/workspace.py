@@ -249,9 +249,11 @@ class StoredDataSet:
             notes = dict(map(json.loads, self._local.with_name(_SENT).read_text(encoding="utf-8").splitlines()))
         except (OSError, ValueError):  # the disk was full in the middle of a line
             return shards
-        with ThreadPoolExecutor(16) as pool:  # each as when it was noted: lists call the versions of some otherwise
-            found = zip(shards, pool.map(lambda name: status(f"{self._address}/{name}"), shards), strict=True)
-            there = {name: _stamp(file) for name, file in found if file is not None}
+        there = {name: _stamp(file) for name, file in listed(self._address)}
+        others = [name for name in shards if name in notes and notes[name] != there.get(name)]
+        with ThreadPoolExecutor(16) as pool:  # each as when it was noted: lists of some stores call versions otherwise
+            found = zip(others, pool.map(lambda name: status(f"{self._address}/{name}"), others), strict=True)
+            there |= {name: _stamp(file) for name, file in found if file is not None}
         return {name for name in shards if name not in notes or notes[name] != there.get(name)}
 
     def complete(self, progress: Callable[[str, int, int], None]) -> None:

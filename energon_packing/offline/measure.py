@@ -455,9 +455,9 @@ def _saved(
         index.save()
     if remote_address(config.out) and tries:  # nothing is locked there: another command may have written it at once
         time.sleep(1)  # longer than from reading an index to storing it
-        kept = {it.name for it in _index(config.out, measurer).datasets}
-        if lost := [it for it in index.datasets if it.name not in kept]:
-            index, more = _saved(config, measurer, lost, tries - 1)
+        there = _index(config.out, measurer).datasets
+        if any(it not in there for it in datasets):
+            index, more = _saved(config, measurer, datasets, tries - 1)
             changes += more
     return index, tuple(changes)
 

@@ -192,7 +192,11 @@ if [ "${{1:-}}" = --task ]; then
 elif [ "${{1:-}}" = --complete ]; then
     energon-packing {name} --slurm={folder}{each} {words} && [ ! -s {missing} ]
 else  # sbatch takes the last of an option that is there twice; of --array we take the limit, as in %10 or 0-99%10
-    limit=; for word; do [[ $word =~ ^(-a|--array=)?[0-9,:-]*(%[0-9]+)$ ]] && limit=${{BASH_REMATCH[2]}}; done
+    limit= name=
+    for word; do
+        [[ $name$word =~ ^(-a|--array=?)[0-9,:-]*(%[0-9]+)$ ]] && limit=${{BASH_REMATCH[2]}}
+        [[ $word =~ ^(-a|--array)$ ]] && name=$word || name=
+    done
     id=$(sbatch "$@" --parsable --array=0-{last}"$limit" {job} --task) &&
         sbatch "$@" --dependency=afterany:"${{id%%;*}}" --array=0 {job} --complete
 fi
@@ -210,15 +214,14 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
         raise UserError(f"--slurm lists shards by name, but {why}; share them with --rank and --world-size")
     folder = folder.absolute()
     files = {"job": folder / "job.sh", "missing": folder / "missing.txt", "folder": folder, "here": Path.cwd()}
-    own = f"# Written for: {command[0]} {[it for it in command if it[:6] == '--out=']} in {str(Path.cwd())!r}"
+    own = f"# Written for: {command[0]} {[it for it in command if it[:6] == '--out=']}"
     with writing(folder, command[0]):
         folder.mkdir(parents=True, exist_ok=True)
         there = files["job"] if files["job"].exists() else files["missing"]
         if there.exists() and there.stat().st_size and own.encode() not in there.read_bytes():
             raise UserError(f"--slurm {folder} has a {there.name} that is not of this command; name another directory")
-        _write(files["missing"], missing)
         if not missing:
-            return
+            return _write(files["missing"], missing)
         if not (folder / "header.sh").exists():
             _write(folder / "header.sh", ["# Head of job.sh, yours: #SBATCH, then what makes energon-packing known."])
         lists = next(it for it in (folder / f"lists-{number}" for number in count(1)) if not it.exists())
@@ -235,6 +238,7 @@ def write_job(folder: Path, command: Sequence[str], missing: Sequence[str], shar
             last=len(shares) - 1,
         )
         _write(files["job"], ["#!/bin/bash", own, script])  # a file of its own, as a job may be reading the old one
+        _write(files["missing"], missing)  # last, as it does not say whose it is
 
 
 def _write(file: Path, lines: Sequence[str]) -> None:

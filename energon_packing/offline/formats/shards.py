@@ -83,10 +83,10 @@ class ShardPacker(PackFormat):
             raise UserError(f"{place} is there and is no directory; choose another --out")
         if not exists(out / PACKED_FILE):
             names = [each.name for each in out.glob("*")]
-            names += [name for name, _ in listed(address)] if (address := remote_address(out)) else []
+            names += [name for name, _ in listed(address, 100)] if (address := remote_address(out)) else []
             ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
             other = next((name for name in names if name[0] != "." and name not in ours), None)
-            if other and PACKED_FILE not in names:  # which another command may have written meanwhile
+            if other and not exists(out / PACKED_FILE):  # which another command may have written meanwhile
                 raise UserError(f"{place} is there and is no packed directory (it has {other}); choose another --out")
         make_directory(out)
         facts = read_facts(plan)

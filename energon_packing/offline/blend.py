@@ -14,10 +14,10 @@ import difflib
 import math
 import os.path
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -136,22 +136,10 @@ class Part:
     ends: bool = True  # whether the epoch ends with it
 
 
-class Drawn(Protocol):
-    """Where the samples of parts come from."""
-
-    @property
-    def samples(self) -> Samples:
-        """The rows that they are drawn from."""
-
-    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
-        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kept:
     """The first packs of another plan, with which a plan begins."""
 
-    plan: str  # id of the other plan
     order: np.ndarray  # ``[rows]`` int64 rows of `Samples`, one pack after another
     sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
     times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
@@ -159,11 +147,14 @@ class Kept:
     tokens: int  # of those of the stage that has begun
     ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
     begun: int  # epochs or stages that they have whole
+    ended: list[list[Any]]  # `PlanFacts.ended` of these packs
+    bounds: np.ndarray  # ``[2, D]`` int64, the fewest and the most of `times`
 
     @property
     def share_left(self) -> float:
         """Share of the packs of the epoch that has begun which they do not have."""
-        first, stop = (0, *self.ends, *self.ends[-1:], 0)[self.begun : self.begun + 2]
+        stop = (*self.ends[self.begun :], self.sizes.size)[0]
+        first = self.ended[-1][0] if self.ended else 0
         return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
 
 
@@ -211,30 +202,47 @@ class Blend:
         """What is packed together, in order: `rest`, if it has any, and every epoch or stage, or what `kept` packs have
         left of them."""
         parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
-        begun, share, given, kept = 0, 1.0, np.zeros(len(self.repeats)), self.kept
-        if kept is not None:
-            begun, share, given = kept.begun, kept.share_left, kept.given
-        weighted, repeats, before = any(each.weight for each in self.shares), np.array(self.repeats), given
-        for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
-            if self.lengths is None:
-                after = given + repeats * (number - begun + (share if weighted else 1.0))
-                if not weighted:  # each sample of a data set that was there comes as often as if nothing were kept
-                    after = np.where(given > 0, np.maximum(repeats * (number + 1), before), after)
-            else:
-                tokens = kept.tokens if kept is not None and number == begun else 0
-                after = before + self.lengths[number] * max(0.0, 1 - tokens / self.config.stages[number].tokens)
+        begun, before, due = self._due()
+        for number, after in enumerate(np.maximum(before, np.maximum.accumulate(due)), begun):
             pairs = zip(before.tolist(), after.tolist(), strict=True)
             intervals = tuple((position(low), position(high)) for low, high in pairs)
             parts.append(Part(number=number, place=len(parts), intervals=intervals))
             before = after
         return parts
 
-    def rows(self, part: Part, group: str, drawn: Drawn) -> np.ndarray:
-        """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
-        once if its data set is repeated within the part. Pieces of a sample occur together."""
+    def ended(self, ends: Sequence[int]) -> list[list[Any]]:
+        """`PlanFacts.ended` of the plan whose epochs or stages end so."""
+        _, given, due = self._due()
+        have = np.round(np.maximum(given, np.maximum.accumulate(due)), 9)
+        least, most = np.zeros((2, given.size)) if self.kept is None else self.kept.bounds
+        whole = np.where(have >= most, np.floor(have), least).astype(np.int64)  # of a longer epoch, packs are uneven
+        rows = zip(ends[len(ends) - len(due) :], whole.tolist(), np.round(due, 12).tolist(), strict=True)
+        return [*(self.kept.ended if self.kept is not None else ()), *map(list, rows)]
+
+    def _due(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """How many epochs or stages the `kept` packs have whole; how many permutations of each data set, ``[D]``; and
+        how many are due at the end of every other epoch or stage, ``[E, D]``: what they have more counts for later."""
+        kept, repeats = self.kept, np.array(self.repeats)
+        begun, given = (0, np.zeros(repeats.size)) if kept is None else (kept.begun, kept.given)
+        if self.lengths is not None:
+            left = self.lengths[begun:].copy()
+            if kept is not None:
+                left[:1] *= [max(0.0, 1 - kept.tokens / stage.tokens) for stage in self.config.stages[begun:][:1]]
+            return begun, given, np.cumsum([given, *left], axis=0)[1:]
+        number = np.arange(1, self.config.epochs - begun + 1)[:, None]
+        if any(each.weight for each in self.shares):
+            return begun, given, given + repeats * (number - 1 + (1.0 if kept is None else kept.share_left))
+        # Each sample of a data set that was there comes as often as if nothing were kept.
+        before = np.array(kept.ended[-1][2] if kept is not None and kept.ended else 0.0)
+        return begun, given, before + repeats * number
+
+    def rows(self, part: Part, group: str, of_dataset: Callable[[int, float, float], np.ndarray]) -> np.ndarray:
+        """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. `of_dataset` is that of
+        `AllSamples`, or of a band. A row occurs more than once if its data set is repeated within the part. Pieces of a
+        sample occur together."""
         if part.rows is not None:
             return np.random.default_rng([self.config.seed, 4]).permutation(part.rows)
-        rows = np.concatenate([drawn.of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
+        rows = np.concatenate([of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
         place = sorted(self.groups).index(group)
         return np.random.default_rng([self.config.seed, part.number, place, 1, *part.band]).permutation(rows)
 
@@ -271,26 +279,28 @@ def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: floa
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllSamples:
-    """A `Drawn` of all samples of a plan."""
+    """All samples of a plan, from which its parts are drawn."""
 
     samples: Samples
-    ends: tuple[int, ...]  # for each data set, the number of rows of `samples` up to its end
     config: PlanConfig
     sources: Sources
     kept: Kept | None = None  # packs that have some of them
 
     def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
-        start, end = (0, *self.ends)[dataset : dataset + 2]
+        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
+        start, end = (0, *self.sources.ends_of(self.samples))[dataset : dataset + 2]
         parts = [np.zeros(0, dtype=np.int64)]
         if self.kept is not None and start < end and first < last:
             times, given = self.kept.times[start:end], float(self.kept.given[dataset])
             begun = int(times.max())  # permutations, which may lack samples
             random = np.random.default_rng([self.config.seed, dataset, begun, 6])
-            left = random.permutation(np.repeat(np.arange(start, end), begun - times))
-            amount = shares_of_rows(self.samples, self.config)[left]
+            lack = [start + np.flatnonzero(times <= turn) for turn in range(int(times.min()), begun)]
+            left = np.concatenate([*parts, *map(random.permutation, lack)])  # nobody's second before all firsts
+            amount = shares_of_rows(self.samples.take(slice(start, end)), self.config)[left - start]
             after = np.cumsum(amount)
             places = given + (begun - given) * (after - amount / 2) / after[-1:]
-            parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
+            whole = first <= position(given), last >= begun  # else rounding would lose a sample
+            parts.append(left[((places >= first) | whole[0]) & ((places < last) | whole[1])])
             first = max(first, float(begun))
         for turn, low, high in turns(first, last) if start < end else ():
             own = self.samples.take(slice(start, end))
@@ -335,25 +345,42 @@ class AllSamples:
                 f"pack {pack[at]} of {plan.path} has {sample}, which is not in the index, or has another length there; "
                 "give the indexes that it was planned from, with more data sets beside them."
             )
-        alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
-        begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
         times, amount = np.bincount(order, minlength=len(samples)), shares_of_rows(samples, self.config)
-        parts = [slice(*ends) for ends in pairwise([0, *self.ends])]
-        often = {each["name"]: each["per_epoch"] for each in facts.summary["datasets"] if alike and not facts.stages}
-        for at, dataset in enumerate(sources.datasets):  # what no pack has of finished epochs is owed from now on only
-            own, gone = times[parts[at]], int(often.get(dataset.name, 0) * begun)
-            if own.any():
-                own[own == 0] = gone
+        parts = [slice(*ends) for ends in pairwise([0, *sources.ends_of(samples)])]
+        most = np.array([times[it].max(initial=0) for it in parts])
+        of_old = [next((int(sources.dataset[it]) for it in each if it >= 0), None) for each in of_plan]
+        ended = [[end, *(_of_new(each, of_old, most) for each in both)] for end, *both in facts.ended if end <= first]
+        # Epochs that follow stages, or stages that follow epochs, begin with the first pack that is not kept.
+        begins = [0, *(end for end, *_ in facts.ended[: -len(facts.epoch_ends)])][-1]
+        alike = bool(facts.stages) == bool(decided["plan"].get("stages")) and begins <= first
+        if not alike:
+            ended.append([first, ended[-1][1] if ended else [0] * most.size, [0.0] * most.size])
+        begun, start = bisect.bisect_right(facts.epoch_ends, first) if alike else 0, ended[-1][0] if ended else 0
+        times, done = np.zeros_like(times), 0
+        for end, whole, _ in ended:  # what no pack has of finished permutations is owed from now on only
+            stop = int(np.searchsorted(pack, end))
+            times += np.bincount(order[done:stop], minlength=len(samples))
+            gone = np.repeat(np.minimum(whole, most), [it.stop - it.start for it in parts])
+            times, done = np.maximum(times, gone), stop
+        times += np.bincount(order[done:], minlength=len(samples))
         return Kept(
-            plan=facts.id,
             order=order,
             sizes=np.bincount(pack, minlength=first).astype(np.int64),
             times=times,
             given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
-            tokens=int(samples.sizes.tokens[order[pack >= (0, *facts.epoch_ends)[begun]]].sum()),
+            tokens=int(samples.sizes.tokens[order[pack >= start]].sum()),
             ends=facts.epoch_ends if alike else (),
             begun=begun,
+            ended=ended,
+            bounds=np.array([(times[it].min(), times[it].max()) if times[it].size else (0, 0) for it in parts]).T,
         )
+
+
+def _of_new(values: Sequence[float], of_old: Sequence[int | None], most: np.ndarray) -> list[float]:
+    """Numbers of the data sets of an old plan, each for the data set that it is now (or is gone); 0 of the others, and
+    of those of which no pack has a sample, see `most`."""
+    held = {at: value for at, value in zip(of_old, values, strict=False) if at is not None and most[at]}
+    return [held.get(at, 0) for at in range(most.size)]
 
 
 def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:

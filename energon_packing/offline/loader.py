@@ -151,6 +151,9 @@ class PlannedLoader(LoaderBase):
         batches = [*map(self._batch, range(self._pipeline[1] if self._pipeline else 1))]
         return batches.index(batch) if batch in batches else None
 
+    def _batch_end(self, position: int, taken: int) -> int:  # of the global batch of a state inside it
+        return position + ((self._pipeline[1] if self._pipeline else 0) - taken) * self._step
+
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
@@ -167,6 +170,7 @@ class PlannedLoader(LoaderBase):
         position, saved = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        alike = math.inf  # packs at the beginning that are those of the state's plan
         if self._extends and isinstance(saved, Mapping) and saved.get("plan") == self._extends[0]:
             if position > self._extends[1]:
                 raise ConfigError(
@@ -174,7 +178,7 @@ class PlannedLoader(LoaderBase):
                     f"before {self._extends[1]}; make the plan once more with --from {position}, or restore a state of "
                     "before."
                 )
-            saved = {**saved, "plan": self._fingerprint.get("plan")}
+            saved, alike = {**saved, "plan": self._fingerprint.get("plan")}, self._extends[1]
         differs = check_fingerprint(saved, self._fingerprint, self._accept_changed)
         if position > len(self._packs) and state.get("order") not in (OLDER, ORDER):
             older = (
@@ -190,7 +194,7 @@ class PlannedLoader(LoaderBase):
         if self._packs.passes is not None:
             self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
         taken = self._taken_of(batch := state.get("batch", ()))
-        if taken is None:
+        if taken is None or (taken and self._batch_end(position, taken) > alike):
             raise ConfigError(
                 f"The saved loader state was inside a global batch ({batch}), which had another order there "
                 "(data.order_micro_batches, or rows of their own size); restore one that was saved after a step, or go "

@@ -112,7 +112,11 @@ def test_bands_have_each_sample_as_often_as_the_plan_in_one_piece_and_none_twice
         whole = made(index, directory / "whole.parquet", 1 << 22, run)
     except UserError:  # an epoch has no samples
         return
-    plan = made(index, directory / "bands.parquet", band, run)
+    try:
+        plan = made(index, directory / "bands.parquet", band, run)
+    except UserError:
+        assert min(np.diff([0, *whole.facts.epoch_ends])) == 1, "its sample may fall on the other side of a border"
+        return
     check_rows(plan)
     assert len(plan.facts.epoch_ends) == epochs
     for at, each in enumerate(lists.values()):

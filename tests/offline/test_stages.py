@@ -1,6 +1,7 @@
 """Plans of stages with a mix of their own, and plans that go on from one that is half trained."""
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,99 @@ def test_samples_that_were_left_out_come_once_in_each_epoch_that_is_left(tmp_pat
     times = occurrences(new, every(new))
     assert {count for (_, shard, _), count in times.items() if shard == 0} == {6}
     assert {count for (_, shard, _), count in times.items() if shard == 1} == {2}
+
+
+SIZES = {"a": 60, "late": 40, "b": 70, "c": 50, "d": 30}  # `late` is a shard of `a` that was set aside
+
+
+@pytest.fixture(scope="module")
+def growing(folder: Path) -> list[Path]:
+    """Indexes that know more and more of the data sets, in another order each time."""
+    rows = {name: drawn_rows(count, seed=count) for name, count in SIZES.items()}
+    bad = [each | {"reason": "unmeasured", "detail": "nobody could"} for each in rows["late"]]
+    lists: Any = [
+        {"b": [rows["b"]], "a": [rows["a"], bad]},
+        {"c": [rows["c"]], "a": [rows["a"], bad], "b": [rows["b"]]},
+        {"a": [rows["a"], rows["late"]], "d": [rows["d"]], "b": [rows["b"]], "c": [rows["c"]]},
+    ]
+    return [made_index(folder / f"growing{at}", each) for at, each in enumerate(lists)]
+
+
+def counts_of(plan: Plan, stop: int) -> dict[str, list[int]]:
+    """How often the packs before `stop` have each sample, by the names of `SIZES`."""
+    times = occurrences(plan, plan.packs(0, stop))
+    places = {name: ("a", 1) if name == "late" else (name, 0) for name in SIZES}
+    return {name: [times[*places[name], row] for row in range(count)] for name, count in SIZES.items()}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    settings_=st.lists(
+        st.fixed_dictionaries({name: st.sampled_from([0.2, 0.5, 0.75, 1, 1.5, 2]) for name in "abcd"}),
+        min_size=4, max_size=4,
+    ),
+    growth=st.sampled_from([(0, 1, 2, 2), (0, 2, 2, 2), (1, 1, 2, 2), (0, 0, 1, 2)]),
+    shares=st.lists(st.one_of(st.floats(0, 0.5), st.sampled_from([0, 1])), min_size=3, max_size=3),
+    band=st.sampled_from([60, 1 << 22]),
+    changed=st.booleans(),
+)  # fmt: skip
+def test_plans_that_go_on_again_and_again_give_each_sample_as_often_as_all_their_settings_say(
+    growing: list[Path],
+    folder: Path,
+    settings_: list[dict[str, float]],
+    growth: tuple[int, ...],
+    shares: list[float],
+    band: int,
+    changed: bool,
+) -> None:
+    names = ["ab", "abc", "abcd"]
+    force: list[dict[str, float]] = [{}] * 5  # of each epoch, how often it has each data set
+    joined: dict[str, int] = {}
+    given = {name: [0.0] * 6 for name in "abcd"}  # at the begin of each epoch, and at the end of the last
+    old, first, begun, gone, lowered = None, 0, 0, 0, set[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("energon_packing.offline.bands.BAND", band)
+        for step, each in enumerate(growth):
+            extended: dict[str, Any] = {}
+            before, trained = [], {name: [0] for name in SIZES}
+            if old is not None:  # at the end of an epoch, or somewhere, but never before what is trained
+                share = shares[step - 1]
+                first += int(share * (len(old) - 1 - first))
+                first = next((end for end in old.facts.epoch_ends[:-1] if share in (0, 1) and end >= first), first)
+                begun = sum(end <= first for end in old.facts.epoch_ends)
+                extended, before, trained = {"extend": old.path, "first": first}, every(old), counts_of(old, first)
+            own = {name: settings_[step if changed else 0][name] for name in names[each]}
+            lowered |= {name for name, value in own.items() if value < force[begun].get(name, 0)}
+            force[begun:] = [own] * (5 - begun)
+            for name in [*own, *(["late"] if each == 2 else [])]:
+                joined.setdefault(name, begun)
+            gone = math.floor(given["a"][joined.get("late", 0)] + 1e-9)
+            datasets = {name: {"epochs": value} for name, value in own.items()}
+            try:
+                old = planned(growing[each], folder / f"{step}.parquet", epochs=5, datasets=datasets, **extended)
+            except UserError as error:
+                assert "have all epochs" in str(error) or "has no samples" in str(error)
+                assert lowered, "else there is always more"
+                return
+            assert [[it.name for it in pack.samples] for pack in old.packs(0, first)] == [
+                [it.name for it in pack.samples] for pack in before[:first]
+            ]
+            for number, end in [*enumerate(old.facts.epoch_ends)][begun:]:
+                counts = counts_of(old, end)
+                for lists in (counts, trained):
+                    if "late" in joined:  # of the epochs before, nothing is owed
+                        lists["a"] = lists["a"] + [gone + it for it in lists.pop("late", ())]
+                for name in own:
+                    due = sum(it.get(name, 0) for it in force[joined[name] : number + 1])
+                    held = sum(trained[name]) / len(trained[name])
+                    found = counts[name]
+                    given[name][number + 1] = due = max(due, held)
+                    if name == "a" and "a" in lowered and "late" in joined:
+                        continue  # what is owed then depends on which samples the longer epoch had
+                    assert sum(found) == pytest.approx(due * len(found), abs=1), (name, number)
+                    if name not in lowered:  # else packs are kept of an epoch that was longer
+                        assert math.floor(due + 1e-6) <= min(found), (name, number)
+                        assert max(found) <= math.ceil(due - 1e-6), (name, number)
 
 
 @pytest.mark.parametrize(

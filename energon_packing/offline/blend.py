@@ -144,11 +144,11 @@ class Kept:
     sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
     times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
     given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
+    even: np.ndarray  # ``[D]`` float64, how many when no sample is two behind another any more
     tokens: int  # of those of the stage that has begun
     ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
     begun: int  # epochs or stages that they have whole
     ended: list[list[Any]]  # `PlanFacts.ended` of these packs
-    bounds: np.ndarray  # ``[2, D]`` int64, the fewest and the most of `times`
 
     @property
     def share_left(self) -> float:
@@ -202,8 +202,20 @@ class Blend:
         """What is packed together, in order: `rest`, if it has any, and every epoch or stage, or what `kept` packs have
         left of them."""
         parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
-        begun, before, due = self._due()
-        for number, after in enumerate(np.maximum(before, np.maximum.accumulate(due)), begun):
+        begun, share, repeats, kept = 0, 1.0, np.array(self.repeats), self.kept
+        before = given = even = start = np.zeros(repeats.size)
+        if kept is not None:
+            begun, share, given, even = kept.begun, kept.share_left, kept.given, kept.even
+            before, start = given, np.array(kept.ended[-1][1] if kept.ended else start)
+        if any(each.weight for each in self.shares):
+            start = given + repeats * (share - 1)
+        start = np.maximum(start, even - repeats)  # kept packs may have more than their epoch is to have now
+        for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
+            if self.lengths is None:
+                after = np.maximum(before, start + repeats * (number - begun + 1))
+            else:
+                tokens = kept.tokens if kept is not None and number == begun else 0
+                after = before + self.lengths[number] * max(0.0, 1 - tokens / self.config.stages[number].tokens)
             pairs = zip(before.tolist(), after.tolist(), strict=True)
             intervals = tuple((position(low), position(high)) for low, high in pairs)
             parts.append(Part(number=number, place=len(parts), intervals=intervals))
@@ -212,29 +224,9 @@ class Blend:
 
     def ended(self, ends: Sequence[int]) -> list[list[Any]]:
         """`PlanFacts.ended` of the plan whose epochs or stages end so."""
-        _, given, due = self._due()
-        have = np.round(np.maximum(given, np.maximum.accumulate(due)), 9)
-        least, most = np.zeros((2, given.size)) if self.kept is None else self.kept.bounds
-        whole = np.where(have >= most, np.floor(have), least).astype(np.int64)  # of a longer epoch, packs are uneven
-        rows = zip(ends[len(ends) - len(due) :], whole.tolist(), np.round(due, 12).tolist(), strict=True)
-        return [*(self.kept.ended if self.kept is not None else ()), *map(list, rows)]
-
-    def _due(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """How many epochs or stages the `kept` packs have whole; how many permutations of each data set, ``[D]``; and
-        how many are due at the end of every other epoch or stage, ``[E, D]``: what they have more counts for later."""
-        kept, repeats = self.kept, np.array(self.repeats)
-        begun, given = (0, np.zeros(repeats.size)) if kept is None else (kept.begun, kept.given)
-        if self.lengths is not None:
-            left = self.lengths[begun:].copy()
-            if kept is not None:
-                left[:1] *= [max(0.0, 1 - kept.tokens / stage.tokens) for stage in self.config.stages[begun:][:1]]
-            return begun, given, np.cumsum([given, *left], axis=0)[1:]
-        number = np.arange(1, self.config.epochs - begun + 1)[:, None]
-        if any(each.weight for each in self.shares):
-            return begun, given, given + repeats * (number - 1 + (1.0 if kept is None else kept.share_left))
-        # Each sample of a data set that was there comes as often as if nothing were kept.
-        before = np.array(kept.ended[-1][2] if kept is not None and kept.ended else 0.0)
-        return begun, given, before + repeats * number
+        turns = [[round(high, 12) for _, high in part.intervals] for part in self.parts() if part.rows is None]
+        own = zip(ends[len(ends) - len(turns) :], turns, strict=True)
+        return [*(self.kept.ended if self.kept is not None else ()), *map(list, own)]
 
     def rows(self, part: Part, group: str, of_dataset: Callable[[int, float, float], np.ndarray]) -> np.ndarray:
         """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. `of_dataset` is that of
@@ -348,39 +340,39 @@ class AllSamples:
         times, amount = np.bincount(order, minlength=len(samples)), shares_of_rows(samples, self.config)
         parts = [slice(*ends) for ends in pairwise([0, *sources.ends_of(samples)])]
         most = np.array([times[it].max(initial=0) for it in parts])
-        of_old = [next((int(sources.dataset[it]) for it in each if it >= 0), None) for each in of_plan]
-        ended = [[end, *(_of_new(each, of_old, most) for each in both)] for end, *both in facts.ended if end <= first]
+        number = np.array([max(each, default=-1) for each in of_plan])  # a shard of each data set of the plan
+        same = (sources.dataset[number][:, None] == np.arange(most.size)) & (number >= 0)[:, None] & (most > 0)
+        ended = [[end, (np.array(turns) @ same).tolist()] for end, turns in facts.ended if end <= first]
         # Epochs that follow stages, or stages that follow epochs, begin with the first pack that is not kept.
-        begins = [0, *(end for end, *_ in facts.ended[: -len(facts.epoch_ends)])][-1]
+        begins = [0, *(end for end, _ in facts.ended[: -len(facts.epoch_ends)])][-1]
         alike = bool(facts.stages) == bool(decided["plan"].get("stages")) and begins <= first
-        if not alike:
-            ended.append([first, ended[-1][1] if ended else [0] * most.size, [0.0] * most.size])
-        begun, start = bisect.bisect_right(facts.epoch_ends, first) if alike else 0, ended[-1][0] if ended else 0
+        begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
         times, done = np.zeros_like(times), 0
-        for end, whole, _ in ended:  # what no pack has of finished permutations is owed from now on only
+        for end, turns in ended:  # what no pack has of finished permutations is owed from now on only
             stop = int(np.searchsorted(pack, end))
             times += np.bincount(order[done:stop], minlength=len(samples))
-            gone = np.repeat(np.minimum(whole, most), [it.stop - it.start for it in parts])
-            times, done = np.maximum(times, gone), stop
+            gone = np.minimum([math.floor(position(each)) for each in turns], most)
+            times, done = np.maximum(times, np.repeat(gone, [it.stop - it.start for it in parts])), stop
         times += np.bincount(order[done:], minlength=len(samples))
+        least = np.repeat([times[it].max(initial=1) - 1 for it in parts], [it.stop - it.start for it in parts])
+        given, even = (
+            np.array([(each[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts])
+            for each in (times, np.maximum(times, least))
+        )
+        if not alike:
+            ended.append([first, [0.0] * most.size])
+        start = ended[-1][0] if ended else 0
         return Kept(
             order=order,
             sizes=np.bincount(pack, minlength=first).astype(np.int64),
             times=times,
-            given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
+            given=given,
+            even=even,
             tokens=int(samples.sizes.tokens[order[pack >= start]].sum()),
             ends=facts.epoch_ends if alike else (),
             begun=begun,
             ended=ended,
-            bounds=np.array([(times[it].min(), times[it].max()) if times[it].size else (0, 0) for it in parts]).T,
         )
-
-
-def _of_new(values: Sequence[float], of_old: Sequence[int | None], most: np.ndarray) -> list[float]:
-    """Numbers of the data sets of an old plan, each for the data set that it is now (or is gone); 0 of the others, and
-    of those of which no pack has a sample, see `most`."""
-    held = {at: value for at, value in zip(of_old, values, strict=False) if at is not None and most[at]}
-    return [held.get(at, 0) for at in range(most.size)]
 
 
 def group_numbers(datasets: Sequence[IndexedDataset], config: PlanConfig) -> np.ndarray:

@@ -216,15 +216,13 @@ class PlanFacts:
 
     @property
     def ended(self) -> list[list[Any]]:
-        """For each epoch or stage, the number of packs up to its end, how many whole permutations of each data set
-        these have, and how many permutations were due: ``[packs, [D], [D]]``. Of a plan that goes on from another one,
-        that comes first. Plans of before do not know it of stages."""
+        """For each epoch or stage, the number of packs up to its end, and how many permutations of each data set these
+        have: ``[packs, [D]]``. Of a plan that goes on from another one, that comes first; see `Blend.ended`. Plans of
+        before do not know it of stages."""
         held = self.summary.get("datasets", [{"per_epoch": 0.0}] * len(self.datasets))
         often = [0.0 if self.stages else each["per_epoch"] for each in held]
-        turns = ([number * each for each in often] for number in range(1, len(self.epoch_ends) + 1))
-        rows = zip(self.epoch_ends, turns, strict=True)
-        known: list[list[Any]] | None = self.summary.get("ended")
-        return [[end, [int(it + ROUNDING) for it in due], due] for end, due in rows] if known is None else known
+        rows = ([end, [number * each for each in often]] for number, end in enumerate(self.epoch_ends, 1))
+        return [*self.summary.get("ended", rows)]
 
     @property
     def unfinished(self) -> str | None:
@@ -263,10 +261,9 @@ class PlanFacts:
         read_as(tuple[Mapping, Mapping], [facts.config[name] for name in ("encoder", "packing")])
         shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
         read_as(tuple[tuple[str, Amount], ...], shares)
-        ended = tuple[tuple[Count, tuple[Count, ...], tuple[Amount, ...]], ...]
-        rows = read_as(ended, facts.summary.get("ended", []))
-        if any(len(each) != len(facts.datasets) for _, *both in rows for each in both):
-            raise ValueError("its epochs are not of its data sets")
+        ended = read_as(tuple[tuple[Count, tuple[Amount, ...]], ...], facts.summary.get("ended", []))
+        if {len(each) for each in (shares, *(turns for _, turns in ended)) if each} - {len(facts.datasets)}:
+            raise ValueError("its summary is of other data sets")
         read_as(PairCounts, facts.summary.get("pair_counts", {}))
         read_as(tuple[Name, Count], facts.decided.get("extends", ["", 0]))
         planned = read_as(Mapping, facts.decided["plan"])

@@ -210,16 +210,16 @@ class Blend:
         if any(each.weight for each in self.shares):
             start = given + repeats * (share - 1)
         start = np.maximum(start, even - repeats)  # kept packs may have more than their epoch is to have now
+        low = [min(each, position(each)) for each in given.tolist()]  # of what is owed, nothing is before it
         for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
             if self.lengths is None:
                 after = np.maximum(before, start + repeats * (number - begun + 1))
             else:
                 tokens = kept.tokens if kept is not None and number == begun else 0
                 after = before + self.lengths[number] * max(0.0, 1 - tokens / self.config.stages[number].tokens)
-            pairs = zip(before.tolist(), after.tolist(), strict=True)
-            intervals = tuple((position(low), position(high)) for low, high in pairs)
+            intervals = tuple(zip(low, map(position, after.tolist()), strict=True))
             parts.append(Part(number=number, place=len(parts), intervals=intervals))
-            before = after
+            before, low = after, [last for _, last in intervals]
         return parts
 
     def ended(self, ends: Sequence[int]) -> list[list[Any]]:
@@ -291,8 +291,7 @@ class AllSamples:
             amount = shares_of_rows(self.samples.take(slice(start, end)), self.config)[left - start]
             after = np.cumsum(amount)
             places = given + (begun - given) * (after - amount / 2) / after[-1:]
-            whole = first <= position(given), last >= begun  # else rounding would lose a sample
-            parts.append(left[((places >= first) | whole[0]) & ((places < last) | whole[1])])
+            parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
             first = max(first, float(begun))
         for turn, low, high in turns(first, last) if start < end else ():
             own = self.samples.take(slice(start, end))

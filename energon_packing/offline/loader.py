@@ -151,9 +151,6 @@ class PlannedLoader(LoaderBase):
         batches = [*map(self._batch, range(self._pipeline[1] if self._pipeline else 1))]
         return batches.index(batch) if batch in batches else None
 
-    def _batch_end(self, position: int, taken: int) -> int:  # of the global batch of a state inside it
-        return position + ((self._pipeline[1] if self._pipeline else 0) - taken) * self._step
-
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
         # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
@@ -194,7 +191,8 @@ class PlannedLoader(LoaderBase):
         if self._packs.passes is not None:
             self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
         taken = self._taken_of(batch := state.get("batch", ()))
-        if taken is None or (taken and self._batch_end(position, taken) > alike):
+        left = self._pipeline[1] - (taken or 0) if self._pipeline else 1  # steps up to the end of its global batch
+        if taken is None or (taken and position + left * self._step > alike):
             raise ConfigError(
                 f"The saved loader state was inside a global batch ({batch}), which had another order there "
                 "(data.order_micro_batches, or rows of their own size); restore one that was saved after a step, or go "

@@ -538,7 +538,6 @@ class _Made:
 
     def __init__(self, out: Path, counted: Counted, blend: Blend, limits: AnyLimits, decided: Any) -> None:
         self._out, self._counted, self._blend, self._limits, self._decided = out, counted, blend, limits, decided
-        self._told = told_datasets(counted, blend)
         self._schema = plan_file.rows_schema(kind_of(counted.sources.datasets), self._decided)
         self._figures, self._costs, self._ends = Counter[Any](), list[np.ndarray](), list[int]()
         self._parts: list[PlanPart] = []
@@ -565,11 +564,13 @@ class _Made:
             "epoch_ends": tuple(self._ends),
             "drops": dict(sorted(counted.drops.items())),
         }
-        summary = summary_of(self._told, counted, self._figures, np.concatenate(self._costs), self._ends)
+        summary = summary_of(
+            told_datasets(counted, self._blend), counted, self._figures, np.concatenate(self._costs), self._ends
+        )
         if self._sharing is not None:
             summary["sharing"] = self._sharing
         if {"stages", "extends"} & {*self._decided, *self._decided["plan"]}:  # the tokens of each data set, by stage
-            numbers = range(len(self._told))
+            numbers = range(len(datasets))
             tokens = [[self._figures["mix", at, number] for number in numbers] for at in range(len(self._ends))]
             summary["mix"] = [{"packs": end, "tokens": of} for end, of in zip(self._ends, tokens, strict=True)]
             summary["ended"] = self._blend.ended(self._ends)

@@ -176,9 +176,6 @@ class SharedLoader(PlannedLoader):
         taken = batch[0] if isinstance(batch, list) and type(batch[0]) is int and batch[0] > 0 else 0
         return taken if taken and batch == self._batch(taken) else None
 
-    def _batch_end(self, position: int, taken: int) -> int:
-        return position + self._step
-
     def alike(self) -> dict[str, Any]:
         return super().alike() | {
             **{name: installed_version(name) for name in ("pillow", "av", "torch", "numpy")},

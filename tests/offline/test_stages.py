@@ -4,22 +4,28 @@ import dataclasses
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_index import drawn_rows, made_index, row
 from test_planned_loader import planned as planned_run
 
-from energon_packing.config import RunConfig, from_mapping
+from energon_packing.config import PlanConfig, RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline import planner
+from energon_packing.offline.blend import AllSamples, Blend, Share
 from energon_packing.offline.explain import changes
 from energon_packing.offline.loader import too_short
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.planner import make_plan
+from energon_packing.offline.planner import ALL, Left, make_plan
+from energon_packing.offline.samples import Samples, Sizes
 from energon_packing.offline.verify import check_rows
+from energon_packing.packing.constraints import Size
 
 SHAPES = {"a": (700, 0), "b": (500, 1), "c": (300, 2)}
 
@@ -373,6 +379,127 @@ def test_plans_that_go_on_again_and_again_give_each_sample_as_often_as_all_their
                     assert sum(found) == pytest.approx(due * len(found), abs=1), (name, number)
                     assert math.floor(due + 1e-6) <= min(found), (name, number)
                     assert max(found) <= math.ceil(due - 1e-6), (name, number)
+
+
+def test_a_stage_after_epochs_has_all_its_tokens_and_goes_on_with_what_is_left_of_them(
+    index: Path, without_c: Path, tmp_path: Path
+) -> None:
+    old = planned(without_c, tmp_path / "old.parquet", epochs=3)
+    first = len(old) // 2
+    kept = tokens(old, old.packs(0, first)).total()
+    stages: Any = [{"tokens": kept // 4, "datasets": {"a": 1, "c": 1}}, {"tokens": 2e4, "datasets": {"b": 1}}]
+    extended = {"stages": stages, "weights_by": "tokens"}
+    new = planned(index, tmp_path / "new.parquet", extend=old.path, first=first, **extended)
+    ends = new.facts.epoch_ends
+    assert tokens(new, new.packs(first, ends[0])).total() == pytest.approx(kept // 4, rel=0.05)
+    for at in (ends[0] - 5, ends[0] + 2, first, first - 9):
+        again = planned(index, tmp_path / "again.parquet", extend=new.path, first=at, **extended)
+        trained = min(at, first)
+        assert tokens(again, again.packs(trained, len(again))).total() == pytest.approx(kept // 4 + 2e4, rel=0.05)
+    stages[0]["tokens"] = tokens(new, new.packs(first, ends[0] - 5)).total() / 2
+    with pytest.raises(UserError, match="have all epochs or stages"):
+        planned(
+            index, tmp_path / "x.parquet", extend=new.path, first=ends[0] - 5, stages=stages[:1], weights_by="tokens"
+        )
+
+
+STAGE = {"tokens": 8e4, "datasets": {"a": 1}}
+
+
+@pytest.mark.parametrize("before", [{"stages": [STAGE] * 4, "weights_by": "tokens"}, {"epochs": 7}])
+@pytest.mark.parametrize("after", [{"stages": [STAGE] * 7, "weights_by": "tokens"}, {"epochs": 12}])
+def test_what_could_be_measured_at_last_never_comes_twice_before_the_others_come_again(
+    tmp_path: Path, before: Any, after: Any
+) -> None:
+    rows = drawn_rows(120)
+    bad = [each | {"reason": "unmeasured", "detail": "nobody could"} for each in drawn_rows(40, seed=2)]
+    old = planned(made_index(tmp_path / "before", {"a": [rows, bad]}), tmp_path / "old.parquet", **before)
+    after_ = made_index(tmp_path / "after", {"a": [rows, drawn_rows(40, seed=2)]})
+    first = old.facts.epoch_ends[-2]
+    kept = occurrences(old, old.packs(0, first))
+    whole = math.floor(sum(kept.values()) / 120)
+    assert whole > 1
+    plan = planned(after_, tmp_path / "new.parquet", extend=old.path, first=first, **after)
+    for at in (len(plan) - 9, plan.facts.epoch_ends[-2]):
+        times = occurrences(plan, every(plan))
+        known, late = ([times["a", shard, row] for row in range(count)] for shard, count in ((0, 120), (1, 40)))
+        assert max(known) - min(known) <= 1
+        assert min(known) - whole <= min(late) <= max(late) <= max(known) - whole
+        plan = planned(after_, tmp_path / f"{at}.parquet", extend=plan.path, first=at, **after)
+
+
+def test_pieces_of_samples_are_owed_too_and_a_first_piece_may_be_dropped(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(100, 2500, 200).tolist()
+    index = made_index(tmp_path / "index", {"a": [[row(each) for each in lengths]], "b": [drawn_rows(50)]})
+
+    def pieces(shards: Any) -> Any:
+        half = Size(segment_lengths=(700,), images=0, patches=0)
+        return [[{0: ("oversize", "too long"), 1: half, 2: half} for _ in some] for *_, some in shards]
+
+    packing = {"seq_length": 1024, "drop_budget": 1.0, "oversize": "split"}
+    run = from_mapping(RunConfig, {"packing": packing, "plan": {"epochs": 2}}, where="the test")
+    make_plan([index], run, tmp_path / "old.parquet", remeasure=pieces)
+    old = Plan.open(tmp_path / "old.parquet")
+    expected = Counter(it.name for pack in every(old) for it in pack.samples)
+    assert {*expected.values()} == {2}
+    assert len(expected) == 250 + sum(each > 1024 for each in lengths)
+    divided = 0
+    for first in (7, len(old) // 3, len(old) - 20):
+        make_plan([index], run, tmp_path / "new.parquet", remeasure=pieces, force=True, extend=old.path, first=first)
+        new = Plan.open(tmp_path / "new.parquet")
+        assert new.packs(0, first) == old.packs(0, first)
+        assert Counter(it.name for pack in every(new) for it in pack.samples) == expected
+        kept = Counter(it.row for pack in old.packs(0, first) for it in pack.samples if it.piece > 0)
+        divided += sum(count % 2 for count in kept.values())
+        check_rows(new)
+    assert divided, "the packs that stay have one piece of a sample and not the other"
+
+
+def test_a_sample_whose_share_is_next_to_nothing_is_owed_too() -> None:
+    lengths = np.array([2_000_000_000, 1, 2_000_000_000], np.int32)
+    sizes = Sizes(length=lengths, second=lengths * 0, images=lengths * 0, patches=lengths * 0)
+    times = np.array([1, 0, 1])
+    given = np.array([(times * lengths).sum() / lengths.astype(np.int64).sum()])
+    config = PlanConfig(weights_by="tokens")
+    kept: Any = SimpleNamespace(times=times, given=given, even=given, begun=0, share_left=1, ended=[])
+    sources: Any = SimpleNamespace(ends_of=lambda _: [3])
+    samples = Samples(source=np.arange(3), piece=np.full(3, -1, np.int16), sizes=sizes)
+    drawn = AllSamples(samples=samples, config=config, sources=sources, kept=kept)
+    share = Share(weight=None, epochs=1, group=None)
+    (part,) = Blend(shares=(share,), repeats=(1.0,), groups={"": (0,)}, config=config, kept=kept).parts()
+    assert drawn.of_dataset(0, *part.intervals[0]).tolist() == [1]
+
+
+def test_a_plan_whose_summary_says_nothing_is_extended_too(
+    index: Path, without_c: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = planned(without_c, tmp_path / "old.parquet", epochs=2)
+    bare = Plan(old.path, dataclasses.replace(old.facts, summary={}))
+    with monkeypatch.context() as patch:
+        patch.setattr(planner.Plan, "open", lambda _: bare)
+        make_plan([index], from_mapping(RunConfig, dict(old.facts.config), where="the test"), tmp_path / "new.parquet",
+                  extend=old.path, first=9)  # fmt: skip
+    new = Plan.open(tmp_path / "new.parquet")
+    assert {*occurrences(new, every(new)).values()} == {2}
+
+
+def test_a_plan_stays_that_another_one_goes_on_from_and_the_rest_of_a_run_is_not_extended(
+    index: Path, tmp_path: Path
+) -> None:
+    old = planned(index, tmp_path / "old.parquet")
+    before = old.path.read_bytes()
+    with pytest.raises(UserError, match="is the plan of --extend, which stays"):
+        planned(index, old.path, extend=tmp_path / "." / "old.parquet", first=9)
+    assert old.path.read_bytes() == before
+    one = made_index(tmp_path / "one", {"a": [drawn_rows(80)]})
+    rest = Left(
+        samples={("shard_0.tar", at, 0, ALL): 1 for at in range(30)},
+        epoch=0, ranks=1, workers=0, packs=1, uuid="uuid of a",
+    )  # fmt: skip
+    run = from_mapping(RunConfig, {"packing": {"seq_length": 1024}}, where="the test")
+    make_plan([one], run, tmp_path / "rest.parquet", left=rest)
+    with pytest.raises(UserError, match="begins with the rest of an online run"):
+        planned(one, tmp_path / "new.parquet", extend=tmp_path / "rest.parquet", first=1)
 
 
 @pytest.mark.parametrize(

@@ -146,16 +146,9 @@ class Kept:
     given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
     even: np.ndarray  # ``[D]`` float64, how many when no sample is two behind another any more
     tokens: int  # of those of the stage that has begun
-    ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
-    begun: int  # epochs or stages that they have whole
+    share_left: float  # of the packs of the epoch that has begun
+    ends: tuple[int, ...]  # packs up to the end of each epoch or stage that they have whole
     ended: list[list[Any]]  # `PlanFacts.ended` of these packs
-
-    @property
-    def share_left(self) -> float:
-        """Share of the packs of the epoch that has begun which they do not have."""
-        stop = (*self.ends[self.begun :], self.sizes.size)[0]
-        first = self.ended[-1][0] if self.ended else 0
-        return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -205,7 +198,7 @@ class Blend:
         begun, share, repeats, kept = 0, 1.0, np.array(self.repeats), self.kept
         before = given = even = start = np.zeros(repeats.size)
         if kept is not None:
-            begun, share, given, even = kept.begun, kept.share_left, kept.given, kept.even
+            begun, share, given, even = len(kept.ends), kept.share_left, kept.given, kept.even
             before, start = given, np.array(kept.ended[-1][1] if kept.ended else start)
         if any(each.weight for each in self.shares):
             start = given + repeats * (share - 1)
@@ -360,7 +353,7 @@ class AllSamples:
         )
         if not alike:
             ended.append([first, [0.0] * most.size])
-        start = ended[-1][0] if ended else 0
+        start, stop = ended[-1][0] if ended else 0, (*facts.epoch_ends[begun:], first)[0] if alike else first
         return Kept(
             order=order,
             sizes=np.bincount(pack, minlength=first).astype(np.int64),
@@ -368,8 +361,8 @@ class AllSamples:
             given=given,
             even=even,
             tokens=int(samples.sizes.tokens[order[pack >= start]].sum()),
-            ends=facts.epoch_ends if alike else (),
-            begun=begun,
+            share_left=(stop - first) / (stop - start) if stop > start else 1.0,
+            ends=facts.epoch_ends[:begun],
             ended=ended,
         )
 

@@ -167,7 +167,7 @@ def ordered_packs(
     ends: list[int] = []
     bounds = stop = 0
     if (kept := blend.kept) is not None and kept.sizes.size:
-        bounds, stop, ends = kept.sizes.size, kept.sizes.size, [*kept.ends[: kept.begun]]
+        bounds, stop, ends = kept.sizes.size, kept.sizes.size, [*kept.ends]
         order.append(kept.order.astype(small))
         sizes.append(kept.sizes)
         costs.append(np.add.reduceat(of_samples[kept.order], np.cumsum(kept.sizes) - kept.sizes))
@@ -673,8 +673,7 @@ def _check_set_aside(sources: Sources, without: set[str]) -> None:
 
 
 def _check_measured(directories: Sequence[str | Path], sources: Sources, config: AnyRun, pairs: int) -> None:
-    """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses; so
-    many pairs are known."""
+    """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
     where = ", ".join(map(shown, directories))
     for name in marked(config.packing, "newer", "lengths"):
         own = getattr(config.packing, name)

@@ -461,7 +461,7 @@ def test_a_sample_whose_share_is_next_to_nothing_is_owed_too() -> None:
     times = np.array([1, 0, 1])
     given = np.array([(times * lengths).sum() / lengths.astype(np.int64).sum()])
     config = PlanConfig(weights_by="tokens")
-    kept: Any = SimpleNamespace(times=times, given=given, even=given, begun=0, share_left=1, ended=[])
+    kept: Any = SimpleNamespace(times=times, given=given, even=given, share_left=1, ends=(), ended=[])
     sources: Any = SimpleNamespace(ends_of=lambda _: [3])
     samples = Samples(source=np.arange(3), piece=np.full(3, -1, np.int16), sizes=sizes)
     drawn = AllSamples(samples=samples, config=config, sources=sources, kept=kept)

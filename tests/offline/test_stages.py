@@ -470,6 +470,23 @@ def test_a_sample_whose_share_is_next_to_nothing_is_owed_too() -> None:
     assert drawn.of_dataset(0, *part.intervals[0]).tolist() == [1]
 
 
+def test_a_stage_without_samples_is_named_by_its_place_in_the_list(index: Path, tmp_path: Path) -> None:
+    old = planned(index, tmp_path / "old.parquet", stages=STAGES[:2])
+    stages = [*STAGES[:2], {"tokens": 1, "datasets": {"b": 1}}]
+    with pytest.raises(UserError, match="stage 2 of the plan has no samples"):
+        planned(index, tmp_path / "new.parquet", extend=old.path, first=old.facts.epoch_ends[0] + 3, stages=stages)
+
+
+def test_other_settings_than_those_measured_with_are_refused_before_any_sample_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_pairs = {"processor": "one", "packing.pairs": "both"}
+    measured = made_index(tmp_path / "index", {"a": [drawn_rows(9)]}, fingerprint=of_pairs)
+    monkeypatch.setattr(planner, "fitting_samples", None)
+    with pytest.raises(ConfigError, match=r"was measured with packing\.pairs='both'"):
+        planned(measured, tmp_path / "new.parquet")
+
+
 def test_a_plan_whose_summary_says_nothing_is_extended_too(
     index: Path, without_c: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,9 +65,9 @@ def plan(
 
         refuse(
             (
-                out is not None or config_path or overrides or force or splits or without or extend or first,
-                "--diff reads plans only: use it without --out, --force, --split, --without, --extend, --config and "
-                "--set.",
+                any([config_path, overrides, force, splits, without]) or (out, extend, first) != (None, None, None),
+                "--diff reads plans only: use it without --out, --force, --split, --without, --extend, --from, "
+                "--config and --set.",
             ),
             (len(given) != 2, f"--diff compares two plans, but {len(given)} are given."),
         )

@@ -52,10 +52,6 @@ class Counted:
     dropped: defaultdict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     first: dict[tuple[int, str], Drop] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, sources: Sources, config: AnyRun) -> "Counted":
-        return cls(sources=sources, config=config, shards=np.zeros((len(sources.shard), 3)))
-
     def add(self, shards: range, samples: Samples, again: Samples, drops: Sequence[Drop]) -> None:
         """Counts what `energon_packing.offline.samples.fitting_samples` said of some shards."""
         sizes, tokens = samples.sizes, samples.sizes.tokens
@@ -127,7 +123,7 @@ def rounds_of(counted: Counted, parts: Sequence[Part]) -> list[int]:
 
 
 class Band:
-    """A `energon_packing.offline.blend.Drawn` of the samples of some parts, and these columns of the index."""
+    """As `energon_packing.offline.blend.AllSamples`, of the samples of some parts, with these columns of the index."""
 
     def __init__(
         self,

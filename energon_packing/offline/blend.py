@@ -14,10 +14,10 @@ import difflib
 import math
 import os.path
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -136,35 +136,19 @@ class Part:
     ends: bool = True  # whether the epoch ends with it
 
 
-class Drawn(Protocol):
-    """Where the samples of parts come from."""
-
-    @property
-    def samples(self) -> Samples:
-        """The rows that they are drawn from."""
-
-    def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
-        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kept:
     """The first packs of another plan, with which a plan begins."""
 
-    plan: str  # id of the other plan
     order: np.ndarray  # ``[rows]`` int64 rows of `Samples`, one pack after another
     sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
     times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
     given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
+    even: np.ndarray  # ``[D]`` float64, how many when no sample is two behind another any more
     tokens: int  # of those of the stage that has begun
-    ends: tuple[int, ...]  # packs up to the end of each epoch or stage, of all packs of the other plan
-    begun: int  # epochs or stages that they have whole
-
-    @property
-    def share_left(self) -> float:
-        """Share of the packs of the epoch that has begun which they do not have."""
-        first, stop = (0, *self.ends, *self.ends[-1:], 0)[self.begun : self.begun + 2]
-        return (stop - self.sizes.size) / (stop - first) if stop > first else 1.0
+    share_left: float  # of the packs of the epoch that has begun
+    ends: tuple[int, ...]  # packs up to the end of each epoch or stage that they have whole
+    ended: list[list[Any]]  # `PlanFacts.ended` of these packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -211,30 +195,39 @@ class Blend:
         """What is packed together, in order: `rest`, if it has any, and every epoch or stage, or what `kept` packs have
         left of them."""
         parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
-        begun, share, given, kept = 0, 1.0, np.zeros(len(self.repeats)), self.kept
+        begun, share, repeats, kept = 0, 1.0, np.array(self.repeats), self.kept
+        before = given = even = start = np.zeros(repeats.size)
         if kept is not None:
-            begun, share, given = kept.begun, kept.share_left, kept.given
-        weighted, repeats, before = any(each.weight for each in self.shares), np.array(self.repeats), given
+            begun, share, given, even = len(kept.ends), kept.share_left, kept.given, kept.even
+            before, start = given, np.array(kept.ended[-1][1] if kept.ended else start)
+        if any(each.weight for each in self.shares):
+            start = given + repeats * (share - 1)
+        start = np.maximum(start, even - repeats)  # kept packs may have more than their epoch is to have now
+        low = [min(each, position(each)) for each in given.tolist()]  # of what is owed, nothing is before it
         for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
             if self.lengths is None:
-                after = given + repeats * (number - begun + (share if weighted else 1.0))
-                if not weighted:  # each sample of a data set that was there comes as often as if nothing were kept
-                    after = np.where(given > 0, np.maximum(repeats * (number + 1), before), after)
+                after = np.maximum(before, start + repeats * (number - begun + 1))
             else:
                 tokens = kept.tokens if kept is not None and number == begun else 0
                 after = before + self.lengths[number] * max(0.0, 1 - tokens / self.config.stages[number].tokens)
-            pairs = zip(before.tolist(), after.tolist(), strict=True)
-            intervals = tuple((position(low), position(high)) for low, high in pairs)
+            intervals = tuple(zip(low, map(position, after.tolist()), strict=True))
             parts.append(Part(number=number, place=len(parts), intervals=intervals))
-            before = after
+            before, low = after, [last for _, last in intervals]
         return parts
 
-    def rows(self, part: Part, group: str, drawn: Drawn) -> np.ndarray:
-        """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. A row occurs more than
-        once if its data set is repeated within the part. Pieces of a sample occur together."""
+    def ended(self, ends: Sequence[int]) -> list[list[Any]]:
+        """`PlanFacts.ended` of the plan whose epochs or stages end so."""
+        turns = [[round(high, 12) for _, high in part.intervals] for part in self.parts() if part.rows is None]
+        own = zip(ends[len(ends) - len(turns) :], turns, strict=True)
+        return [*(self.kept.ended if self.kept is not None else ()), *map(list, own)]
+
+    def rows(self, part: Part, group: str, of_dataset: Callable[[int, float, float], np.ndarray]) -> np.ndarray:
+        """Rows of `Samples` that a group has in a part, ``[N]`` int64, in seeded random order. `of_dataset` is that of
+        `AllSamples`, or of a band. A row occurs more than once if its data set is repeated within the part. Pieces of a
+        sample occur together."""
         if part.rows is not None:
             return np.random.default_rng([self.config.seed, 4]).permutation(part.rows)
-        rows = np.concatenate([drawn.of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
+        rows = np.concatenate([of_dataset(dataset, *part.intervals[dataset]) for dataset in self.groups[group]])
         place = sorted(self.groups).index(group)
         return np.random.default_rng([self.config.seed, part.number, place, 1, *part.band]).permutation(rows)
 
@@ -271,23 +264,24 @@ def stretch(samples: Samples, config: PlanConfig, seed: Sequence[int], low: floa
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllSamples:
-    """A `Drawn` of all samples of a plan."""
+    """All samples of a plan, from which its parts are drawn."""
 
     samples: Samples
-    ends: tuple[int, ...]  # for each data set, the number of rows of `samples` up to its end
     config: PlanConfig
     sources: Sources
     kept: Kept | None = None  # packs that have some of them
 
     def of_dataset(self, dataset: int, first: float, last: float) -> np.ndarray:
-        start, end = (0, *self.ends)[dataset : dataset + 2]
+        """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
+        start, end = (0, *self.sources.ends_of(self.samples))[dataset : dataset + 2]
         parts = [np.zeros(0, dtype=np.int64)]
         if self.kept is not None and start < end and first < last:
             times, given = self.kept.times[start:end], float(self.kept.given[dataset])
             begun = int(times.max())  # permutations, which may lack samples
             random = np.random.default_rng([self.config.seed, dataset, begun, 6])
-            left = random.permutation(np.repeat(np.arange(start, end), begun - times))
-            amount = shares_of_rows(self.samples, self.config)[left]
+            lack = [start + np.flatnonzero(times <= turn) for turn in range(int(times.min()), begun)]
+            left = np.concatenate([*parts, *map(random.permutation, lack)])  # nobody's second before all firsts
+            amount = shares_of_rows(self.samples.take(slice(start, end)), self.config)[left - start]
             after = np.cumsum(amount)
             places = given + (begun - given) * (after - amount / 2) / after[-1:]
             parts.append(left[(places >= first) & ((places < last) | (last >= begun))])
@@ -335,24 +329,41 @@ class AllSamples:
                 f"pack {pack[at]} of {plan.path} has {sample}, which is not in the index, or has another length there; "
                 "give the indexes that it was planned from, with more data sets beside them."
             )
-        alike = bool(facts.stages) == bool(decided["plan"].get("stages"))
-        begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
         times, amount = np.bincount(order, minlength=len(samples)), shares_of_rows(samples, self.config)
-        parts = [slice(*ends) for ends in pairwise([0, *self.ends])]
-        often = {each["name"]: each["per_epoch"] for each in facts.summary["datasets"] if alike and not facts.stages}
-        for at, dataset in enumerate(sources.datasets):  # what no pack has of finished epochs is owed from now on only
-            own, gone = times[parts[at]], int(often.get(dataset.name, 0) * begun)
-            if own.any():
-                own[own == 0] = gone
+        parts = [slice(*ends) for ends in pairwise([0, *sources.ends_of(samples)])]
+        most = np.array([times[it].max(initial=0) for it in parts])
+        number = np.array([max(each, default=-1) for each in of_plan])  # a shard of each data set of the plan
+        same = (sources.dataset[number][:, None] == np.arange(most.size)) & (number >= 0)[:, None] & (most > 0)
+        ended = [[end, (np.array(turns) @ same).tolist()] for end, turns in facts.ended if end <= first]
+        # Epochs that follow stages, or stages that follow epochs, begin with the first pack that is not kept.
+        begins = [0, *(end for end, _ in facts.ended[: -len(facts.epoch_ends)])][-1]
+        alike = bool(facts.stages) == bool(decided["plan"].get("stages")) and begins <= first
+        begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
+        times, done = np.zeros_like(times), 0
+        for end, turns in ended:  # what no pack has of finished permutations is owed from now on only
+            stop = int(np.searchsorted(pack, end))
+            times += np.bincount(order[done:stop], minlength=len(samples))
+            gone = np.minimum([math.floor(position(each)) for each in turns], most)
+            times, done = np.maximum(times, np.repeat(gone, [it.stop - it.start for it in parts])), stop
+        times += np.bincount(order[done:], minlength=len(samples))
+        least = np.repeat([times[it].max(initial=1) - 1 for it in parts], [it.stop - it.start for it in parts])
+        given, even = (
+            np.array([(each[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts])
+            for each in (times, np.maximum(times, least))
+        )
+        if not alike:
+            ended.append([first, [0.0] * most.size])
+        start, stop = ended[-1][0] if ended else 0, (*facts.epoch_ends[begun:], first)[0] if alike else first
         return Kept(
-            plan=facts.id,
             order=order,
             sizes=np.bincount(pack, minlength=first).astype(np.int64),
             times=times,
-            given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
-            tokens=int(samples.sizes.tokens[order[pack >= (0, *facts.epoch_ends)[begun]]].sum()),
-            ends=facts.epoch_ends if alike else (),
-            begun=begun,
+            given=given,
+            even=even,
+            tokens=int(samples.sizes.tokens[order[pack >= start]].sum()),
+            share_left=(stop - first) / (stop - start) if stop > start else 1.0,
+            ends=facts.epoch_ends[:begun],
+            ended=ended,
         )
 
 

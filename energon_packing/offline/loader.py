@@ -167,6 +167,7 @@ class PlannedLoader(LoaderBase):
         position, saved = state.get("position"), state.get("fingerprint")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        alike = math.inf  # packs at the beginning that are those of the state's plan
         if self._extends and isinstance(saved, Mapping) and saved.get("plan") == self._extends[0]:
             if position > self._extends[1]:
                 raise ConfigError(
@@ -174,7 +175,7 @@ class PlannedLoader(LoaderBase):
                     f"before {self._extends[1]}; make the plan once more with --from {position}, or restore a state of "
                     "before."
                 )
-            saved = {**saved, "plan": self._fingerprint.get("plan")}
+            saved, alike = {**saved, "plan": self._fingerprint.get("plan")}, self._extends[1]
         differs = check_fingerprint(saved, self._fingerprint, self._accept_changed)
         if position > len(self._packs) and state.get("order") not in (OLDER, ORDER):
             older = (
@@ -190,7 +191,8 @@ class PlannedLoader(LoaderBase):
         if self._packs.passes is not None:
             self._packs.passes.older = position > len(self._packs) and state.get("order") == OLDER
         taken = self._taken_of(batch := state.get("batch", ()))
-        if taken is None:
+        left = self._pipeline[1] - (taken or 0) if self._pipeline else 1  # steps up to the end of its global batch
+        if taken is None or (taken and position + left * self._step > alike):
             raise ConfigError(
                 f"The saved loader state was inside a global batch ({batch}), which had another order there "
                 "(data.order_micro_batches, or rows of their own size); restore one that was saved after a step, or go "

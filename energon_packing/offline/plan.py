@@ -215,6 +215,16 @@ class PlanFacts:
         return self.stages or int(self.decided["plan"]["epochs"])
 
     @property
+    def ended(self) -> list[list[Any]]:
+        """For each epoch or stage, the number of packs up to its end, and how many permutations of each data set these
+        have: ``[packs, [D]]``. Of a plan that goes on from another one, that comes first; see `Blend.ended`. Plans of
+        before do not know it of stages."""
+        held = self.summary.get("datasets", [{"per_epoch": 0.0}] * len(self.datasets))
+        often = [0.0 if self.stages else each["per_epoch"] for each in held]
+        rows = ([end, [number * each for each in often]] for number, end in enumerate(self.epoch_ends, 1))
+        return [*self.summary.get("ended", rows)]
+
+    @property
     def unfinished(self) -> str | None:
         """The first data set that the plan ends in the middle of, with how often its samples occur; None if each is
         gone through a whole number of times, so that the plan may begin again. Stages never do."""
@@ -251,6 +261,9 @@ class PlanFacts:
         read_as(tuple[Mapping, Mapping], [facts.config[name] for name in ("encoder", "packing")])
         shares = [(each["name"], each["per_epoch"]) for each in facts.summary.get("datasets", ())]
         read_as(tuple[tuple[str, Amount], ...], shares)
+        ended = read_as(tuple[tuple[Count, tuple[Amount, ...]], ...], facts.summary.get("ended", []))
+        if {len(each) for each in (shares, *(turns for _, turns in ended)) if each} - {len(facts.datasets)}:
+            raise ValueError("its summary is of other data sets")
         read_as(PairCounts, facts.summary.get("pair_counts", {}))
         read_as(tuple[Name, Count], facts.decided.get("extends", ["", 0]))
         planned = read_as(Mapping, facts.decided["plan"])
@@ -346,7 +359,8 @@ def part_path(path: Path, number: int) -> Path:
 
 def copy_plan(plan: "Plan", target: Path) -> None:
     """Copies a plan and its drops, if they are there, byte for byte. Raises OSError."""
-    files = [(drops_path(plan.path), drops_path(target))]
+    drops = drops_path(plan.path)
+    files = [(drops, drops_path(target))] if exists(drops) else []
     if plan.facts.parts:
         make_directory(target)
         names = [part_path(target, at).name for at in range(len(plan.facts.parts))]
@@ -354,9 +368,8 @@ def copy_plan(plan: "Plan", target: Path) -> None:
     else:
         files.append((plan.path, target))
     for source, aim in files:
-        if exists(source):
-            with replacing(aim) as aside, open_file(source) as read, aside.open("wb") as written:
-                shutil.copyfileobj(read, written)
+        with replacing(aim) as aside, open_file(source) as read, aside.open("wb") as written:
+            shutil.copyfileobj(read, written)
 
 
 class Group(NamedTuple):

@@ -31,14 +31,13 @@ from energon_packing.offline.bands import Band, Counted, bands_of, chunks, round
 from energon_packing.offline.blend import (
     AllSamples,
     Blend,
-    Drawn,
     Part,
     gathered,
     group_numbers,
     shares_of,
     stage_weights,
 )
-from energon_packing.offline.files import remove_leftovers, said, write_json, write_table
+from energon_packing.offline.files import read_metadata, remove_leftovers, said, write_json, write_table
 from energon_packing.offline.index import MEDIA, IndexedDataset, kind_of, pair_counts
 from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import Plan, PlanFacts, PlanPart, drops_path, hashed, step_samples, written_drops
@@ -151,7 +150,7 @@ NOTHING = np.zeros((0, 2), dtype=np.int64)
 def ordered_packs(
     blend: Blend,
     parts: Sequence[Part],
-    drawn: Drawn,
+    drawn: AllSamples | Band,
     limits: AnyLimits,
     config: AnyRun,
     before: np.ndarray = NOTHING,
@@ -168,7 +167,7 @@ def ordered_packs(
     ends: list[int] = []
     bounds = stop = 0
     if (kept := blend.kept) is not None and kept.sizes.size:
-        bounds, stop, ends = kept.sizes.size, kept.sizes.size, [*kept.ends[: kept.begun]]
+        bounds, stop, ends = kept.sizes.size, kept.sizes.size, [*kept.ends]
         order.append(kept.order.astype(small))
         sizes.append(kept.sizes)
         costs.append(np.add.reduceat(of_samples[kept.order], np.cumsum(kept.sizes) - kept.sizes))
@@ -179,7 +178,7 @@ def ordered_packs(
             what, more = "epoch", "raise plan.datasets' weights or epochs"
             if blend.lengths is not None:
                 what, more = "stage", "give it more tokens"
-            raise UserError(f"{what} {part.place} of the plan has no samples; {more}.")
+            raise UserError(f"{what} {part.number} of the plan has no samples; {more}.")
         bounds += bound
         offsets = np.concatenate([[0], np.cumsum(counts)])
         pack_costs = np.add.reduceat(of_samples[rows], offsets[:-1]) if rows.size else NOTHING
@@ -209,12 +208,12 @@ def ordered_packs(
 
 
 def _packed_part(
-    blend: Blend, part: Part, drawn: Drawn, limits: AnyLimits, config: AnyRun
+    blend: Blend, part: Part, drawn: AllSamples | Band, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
     rows, counts, bound = [], [], 0
     for group in sorted(blend.groups):
-        found = blend.rows(part, group, drawn)
+        found = blend.rows(part, group, drawn.of_dataset)
         if found.size == 0:
             continue
         packs, least = packs_of(drawn.samples.sizes.take(found), limits, config, found)
@@ -450,19 +449,22 @@ def make_plan(
     used, nothing is left to pack, more samples are dropped than ``packing.drop_budget`` allows, or a sample does not
     fit under ``oversize: raise``; ConfigError: the configuration does not suit the indexes."""
     _check_free(out, force)
+    if extend is not None and os.path.realpath(extend) == os.path.realpath(out):
+        raise UserError(f"--out {shown(out)} is the plan of --extend, which stays; name another file.")
     sources = Sources.open(directories, config, splits)
     _check_set_aside(sources, {*without})
     family = str(sources.indexes[0].fingerprint.get("family", ""))
     limits = limits or kind_of_config(config).limits(config, family)
+    _check_measured(directories, sources, config, 0)
     try:
         with written_drops(out, sources) as dropped:  # takes its place after the plan
-            counted, samples = Counted.of(sources, config), None
+            samples, counted = None, Counted(sources=sources, config=config, shards=np.zeros((len(sources.shard), 3)))
             at_once = left is not None or extend is not None
             for shards in [range(len(sources.shard))] if at_once else chunks(sources):
                 samples, again, drops = fitting_samples(sources, limits, config, remeasure, shards)
                 counted.add(shards, samples, again, drops)
                 dropped.add(drops)
-            _check_measured(directories, counted)
+            _check_measured(directories, sources, config, counted.pairs)
             if counted.images:
                 kind_of_config(config).cost(config).check_fit(family)
             if samples is None or not counted.samples:
@@ -472,19 +474,19 @@ def make_plan(
             _check_drops(told_datasets(counted, blend), counted, blend, config.packing.drop_budget)
             if left is not None:
                 blend = replace(blend, rest=rows_left(left, sources, samples))
-            ends = tuple(sources.ends_of(samples))
-            drawn = AllSamples(samples=samples, ends=ends, config=config.plan, sources=sources)
+            drawn = AllSamples(samples=samples, config=config.plan, sources=sources)
             decided = _decided(counted, limits, left)
             if extend is not None:
-                kept = drawn.kept_packs(Plan.open(extend), first, decided)
+                kept = drawn.kept_packs(old := Plan.open(extend), first, decided)
                 blend, drawn = replace(blend, kept=kept), replace(drawn, kept=kept)
-                decided["extends"] = [kept.plan, first]
-            if not (parts := blend.parts()):
-                raise UserError(f"the {first} packs before --from have all epochs or stages of this plan; add some.")
+                decided["extends"] = [old.facts.id, first]
+            parts = blend.parts()
             bands = bands_of(parts, counted.datasets[:, 0])
-            made = _Made(out, counted, told_datasets(counted, blend), limits, decided)
+            made = _Made(out, counted, blend, limits, decided)
             if at_once or (len(counted.again), len(bands)) == (1, 1):
                 packs = ordered_packs(blend, parts, drawn, limits, config)
+                if packs.costs.size == first:
+                    raise UserError(f"the {first} packs before --from have all epochs or stages of a plan; add some.")
                 facts, content = made.file(packs, drawn)
             else:
                 # How samples are drawn does not depend on how many epochs or stages follow.
@@ -511,21 +513,31 @@ _OURS = re.compile(rf"\.?(part-\d+\.parquet|{plan_file.MANIFEST}|{plan_file.SOUR
 def _check_free(out: Path, force: bool) -> None:
     """Refuses a place where a plan cannot be written, or shall not be replaced."""
     check_remote("the plan", out)
-    if (exists(out) or exists(out / plan_file.MANIFEST)) and not force:
+    complete = exists(out / plan_file.MANIFEST)
+    if (exists(out) or complete) and not force:
         raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
     if not remote_address(out) and not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
-    if out.is_dir() and (others := [each.name for each in out.iterdir() if not _OURS.fullmatch(each.name)]):
-        raise UserError(f"{out} is there and is no plan (it has {others[0]}); name another file.")
+    for name in _inside(out):  # other programs call their files part-0.parquet too
+        foreign = name.startswith("part-") and not complete and read_metadata(out / name) is None
+        if foreign or not _OURS.fullmatch(name):
+            raise UserError(f"{shown(out)} is there and is no plan (it has {name}); name another file.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
+
+
+def _inside(out: Path) -> list[str]:
+    """The names of the files in the directory of a plan, the manifest before the parts."""
+    if (address := remote_address(out)) is not None:
+        return sorted(name for name, _ in listed(address))
+    return sorted(each.name for each in out.iterdir()) if out.is_dir() else []
 
 
 class _Made:
     """Writes a plan, in one file or band after band."""
 
-    def __init__(self, out: Path, counted: Counted, told: Sequence[Any], limits: AnyLimits, decided: Any) -> None:
-        self._out, self._counted, self._told, self._limits, self._decided = out, counted, told, limits, decided
+    def __init__(self, out: Path, counted: Counted, blend: Blend, limits: AnyLimits, decided: Any) -> None:
+        self._out, self._counted, self._blend, self._limits, self._decided = out, counted, blend, limits, decided
         self._schema = plan_file.rows_schema(kind_of(counted.sources.datasets), self._decided)
         self._figures, self._costs, self._ends = Counter[Any](), list[np.ndarray](), list[int]()
         self._parts: list[PlanPart] = []
@@ -552,13 +564,16 @@ class _Made:
             "epoch_ends": tuple(self._ends),
             "drops": dict(sorted(counted.drops.items())),
         }
-        summary = summary_of(self._told, counted, self._figures, np.concatenate(self._costs), self._ends)
+        summary = summary_of(
+            told_datasets(counted, self._blend), counted, self._figures, np.concatenate(self._costs), self._ends
+        )
         if self._sharing is not None:
             summary["sharing"] = self._sharing
         if {"stages", "extends"} & {*self._decided, *self._decided["plan"]}:  # the tokens of each data set, by stage
-            numbers = range(len(self._told))
+            numbers = range(len(datasets))
             tokens = [[self._figures["mix", at, number] for number in numbers] for at in range(len(self._ends))]
             summary["mix"] = [{"packs": end, "tokens": of} for end, of in zip(self._ends, tokens, strict=True)]
+            summary["ended"] = self._blend.ended(self._ends)
         return PlanFacts(
             id=plan_id(known, datasets, held),
             datasets=datasets,
@@ -574,25 +589,24 @@ class _Made:
         self._add(packs)
         facts = self._facts(packs.held, packs.row_groups)
         digest = plan_file.digest_of(facts.to_json())
-        if exists(self._out / plan_file.MANIFEST) or self._out.is_dir() or remote_address(self._out):
+        if self._out.is_dir():
             self.clear()
             shutil.rmtree(self._out, ignore_errors=True)
         tables = hashed(_tables(self._counted.sources, packs, drawn, self._schema, 0), digest)
         write_table(self._out, self._schema, tables, facts.to_json())
+        if remote_address(self._out):  # where both may be there, so that the old plan is, until there is the new one
+            self.clear()
         return facts, digest.hexdigest()
 
     def clear(self) -> None:
-        """Makes an empty directory of the plan's place."""
-        if (address := remote_address(self._out)) is not None:
-            names = [name for name, _ in listed(address) if _OURS.fullmatch(name)]  # the manifest is before the parts
-            for place in (*sorted(f"{address}/{name}" for name in names), *([address] if exists(self._out) else [])):
-                remove(place)
-            return
+        """Makes an empty directory of the plan's place; a file of that name in a store stays."""
+        address = remote_address(self._out)
         if self._out.is_file():
             self._out.unlink()
-        self._out.mkdir(exist_ok=True)
-        for file in sorted(self._out.iterdir()):  # the manifest is before the parts
-            file.unlink()
+        if address is None:
+            self._out.mkdir(exist_ok=True)
+        for name in _inside(self._out):
+            (self._out / name).unlink() if address is None else remove(f"{address}/{name}")
 
     def band(self, packs: OrderedPacks, drawn: AllSamples | Band) -> None:
         first = self._add(packs)
@@ -600,6 +614,8 @@ class _Made:
             return
         if not self._parts:
             self.clear()
+            if (address := remote_address(self._out)) is not None and exists(self._out):
+                remove(address)
         path, held = plan_file.part_path(self._out, len(self._parts)), rows_digest(packs.held)
         content = hashlib.sha256(held.encode())
         said = {"format": plan_file.FORMAT, "digest": held, "row_groups": [first + each for each in packs.row_groups]}
@@ -656,14 +672,14 @@ def _check_set_aside(sources: Sources, without: set[str]) -> None:
         )
 
 
-def _check_measured(directories: Sequence[str | Path], counted: Counted) -> None:
+def _check_measured(directories: Sequence[str | Path], sources: Sources, config: AnyRun, pairs: int) -> None:
     """Refuses indexes whose samples were measured under other settings of packs, or with pairs that the run refuses."""
-    where, config, sources = ", ".join(map(shown, directories)), counted.config, counted.sources
+    where = ", ".join(map(shown, directories))
     for name in marked(config.packing, "newer", "lengths"):
         own = getattr(config.packing, name)
         if name == "pairs":  # an older index did not count them
             known = pair_counts(sources.datasets)
-            replace(known, pairs=max(known.pairs, counted.pairs)).check(where, own)
+            replace(known, pairs=max(known.pairs, pairs)).check(where, own)
         default = getattr(type(config.packing)(), name)
         measured = sources.indexes[0].fingerprint.get(f"packing.{name}", default)
         if measured != own and (measured, own) != (default, before(config.packing).get(name)):

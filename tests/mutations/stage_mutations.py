@@ -17,7 +17,7 @@ STAGE_MUTATIONS: tuple[Mutation, ...] = (
         name="each stage begins with the first samples",
         test=MIX,
         oracle="how often each sample may come",
-        edits=(("offline/blend.py", "            before = after\n        return parts", "        return parts"),),
+        edits=(("offline/blend.py", "            before, low = after, [last for _, last in intervals]\n", ""),),
     ),
     Mutation(
         trap=275,
@@ -31,7 +31,7 @@ STAGE_MUTATIONS: tuple[Mutation, ...] = (
         name="what the kept packs have of an epoch comes again",
         test=EXTENDED,
         oracle="the samples of the old plan, each as often as its epochs say",
-        edits=(("offline/blend.py", "np.repeat(np.arange(start, end), begun - times)", "np.arange(start, end)"),),
+        edits=(("offline/blend.py", "np.flatnonzero(times <= turn)", "np.arange(end - start)"),),
     ),
     Mutation(
         trap=276,
@@ -47,13 +47,7 @@ STAGE_MUTATIONS: tuple[Mutation, ...] = (
         name="a data set that was added has the epochs of before, too",
         test=EXTENDED,
         oracle="the samples of the old plan, each as often as its epochs say",
-        edits=(
-            (
-                "offline/blend.py",
-                "np.where(given > 0, np.maximum(repeats * (number + 1), before), after)",
-                "np.maximum(repeats * (number + 1), before)",
-            ),
-        ),
+        edits=(("offline/blend.py", "start + repeats * (number - begun + 1)", "repeats * (number + 1)"),),
     ),
     Mutation(
         trap=276,

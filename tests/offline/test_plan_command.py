@@ -139,6 +139,7 @@ def test_explain_tells_keys_with_a_number_sign_from_pieces(index: Path, tmp_path
         (["INDEX", "--out", "OUT", "--set", "packing.seq_length=1022", "--set", "parallel.context_parallel=4"], "1022"),
         (["--diff", "one.parquet"], "compares two plans, but 1"),
         (["--diff", "one.parquet", "two.parquet", "--out", "OUT"], "without --out"),
+        (["--diff", "one.parquet", "two.parquet", "--from", "0"], "--extend, --from"),
         (["--diff", "one.parquet", "two.parquet", "--force"], "without --out, --force"),
         (["--diff", "one.parquet", "two.parquet", "--set", "plan.epochs=2"], "--config and --set"),
         (["--diff", "one.parquet", "two.parquet"], "There is no plan one.parquet"),

@@ -141,6 +141,28 @@ def test_a_state_inside_a_global_batch_goes_on_with_the_same_ranks_only(shared):
         open_loader(shared, rank=1, world_size=8).restore_state(state)
 
 
+def test_a_state_inside_a_batch_of_which_an_extended_plan_keeps_a_part_is_refused(shared, tmp_path):
+    """The packs after those have other rows, so what was taken of the batch says nothing."""
+    old, batch = Path(shared.data.path), shared.training.global_batch_size
+    loader = open_loader(shared, world_size=4)
+    for _ in itertools.islice(loader, 2):
+        pass
+    state = loader.save_state()
+    assert state["batch"]
+    for first in (batch - 1, batch):
+        out = tmp_path / f"{first}.parquet"
+        longer = dataclasses.replace(shared, plan=dataclasses.replace(shared.plan, epochs=2))
+        make_plan([old.parent / "index"], longer, out, extend=old, first=first)
+        other = open_loader(
+            dataclasses.replace(shared, data=dataclasses.replace(shared.data, path=str(out))), world_size=4
+        )
+        if first == batch:
+            other.restore_state(state)
+        else:
+            with pytest.raises(ConfigError, match="inside a global batch"):
+                other.restore_state(state)
+
+
 def test_every_evaluation_has_the_same_rows_and_ends_with_a_global_batch(shared):
     parts = []
     for rank in range(4):

@@ -1,24 +1,31 @@
 """Plans of stages with a mix of their own, and plans that go on from one that is half trained."""
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.made_index import drawn_rows, made_index, row
 from test_planned_loader import planned as planned_run
 
-from energon_packing.config import RunConfig, from_mapping
+from energon_packing.config import PlanConfig, RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline import planner
+from energon_packing.offline.blend import AllSamples, Blend, Share
 from energon_packing.offline.explain import changes
 from energon_packing.offline.loader import too_short
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.planner import make_plan
+from energon_packing.offline.planner import ALL, Left, make_plan
+from energon_packing.offline.samples import Samples, Sizes
 from energon_packing.offline.verify import check_rows
+from energon_packing.packing.constraints import Size
 
 SHAPES = {"a": (700, 0), "b": (500, 1), "c": (300, 2)}
 
@@ -284,6 +291,232 @@ def test_samples_that_were_left_out_come_once_in_each_epoch_that_is_left(tmp_pat
     times = occurrences(new, every(new))
     assert {count for (_, shard, _), count in times.items() if shard == 0} == {6}
     assert {count for (_, shard, _), count in times.items() if shard == 1} == {2}
+
+
+SIZES = {"a": 60, "late": 40, "b": 70, "c": 50, "d": 30}  # `late` is a shard of `a` that was set aside
+
+
+@pytest.fixture(scope="module")
+def growing(folder: Path) -> list[Path]:
+    """Indexes that know more and more of the data sets, in another order each time."""
+    rows = {name: drawn_rows(count, seed=count) for name, count in SIZES.items()}
+    bad = [each | {"reason": "unmeasured", "detail": "nobody could"} for each in rows["late"]]
+    lists: Any = [
+        {"b": [rows["b"]], "a": [rows["a"], bad]},
+        {"c": [rows["c"]], "a": [rows["a"], bad], "b": [rows["b"]]},
+        {"a": [rows["a"], rows["late"]], "d": [rows["d"]], "b": [rows["b"]], "c": [rows["c"]]},
+    ]
+    return [made_index(folder / f"growing{at}", each) for at, each in enumerate(lists)]
+
+
+def counts_of(plan: Plan, stop: int) -> dict[str, list[int]]:
+    """How often the packs before `stop` have each sample, by the names of `SIZES`."""
+    times = occurrences(plan, plan.packs(0, stop))
+    places = {name: ("a", 1) if name == "late" else (name, 0) for name in SIZES}
+    return {name: [times[*places[name], row] for row in range(count)] for name, count in SIZES.items()}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    settings_=st.lists(
+        st.fixed_dictionaries({name: st.sampled_from([0.2, 0.5, 0.75, 1, 1.5, 2]) for name in "abcd"}),
+        min_size=4, max_size=4,
+    ),
+    growth=st.sampled_from([(0, 1, 2, 2), (0, 2, 2, 2), (1, 1, 2, 2), (0, 0, 1, 2)]),
+    shares=st.lists(st.one_of(st.floats(0, 0.5), st.sampled_from([0, 1])), min_size=3, max_size=3),
+    band=st.sampled_from([60, 1 << 22]),
+    changed=st.booleans(),
+)  # fmt: skip
+def test_plans_that_go_on_again_and_again_give_each_sample_as_often_as_all_their_settings_say(
+    growing: list[Path],
+    folder: Path,
+    settings_: list[dict[str, float]],
+    growth: tuple[int, ...],
+    shares: list[float],
+    band: int,
+    changed: bool,
+) -> None:
+    names = ["ab", "abc", "abcd"]
+    force: list[dict[str, float]] = [{}] * 5  # of each epoch, how often it has each data set
+    joined: dict[str, int] = {}
+    given = {name: [0.0] * 6 for name in "abcd"}  # at the begin of each epoch, and at the end of the last
+    old, first, begun, gone, lowered = None, 0, 0, 0, set[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("energon_packing.offline.bands.BAND", band)
+        for step, each in enumerate(growth):
+            extended: dict[str, Any] = {}
+            before, trained = [], {name: [0] for name in SIZES}
+            if old is not None:  # at the end of an epoch, or somewhere, but never before what is trained
+                share = shares[step - 1]
+                first += int(share * (len(old) - 1 - first))
+                first = next((end for end in old.facts.epoch_ends[:-1] if share in (0, 1) and end >= first), first)
+                begun = sum(end <= first for end in old.facts.epoch_ends)
+                extended, before, trained = {"extend": old.path, "first": first}, every(old), counts_of(old, first)
+            own = {name: settings_[step if changed else 0][name] for name in names[each]}
+            lowered |= {name for name, value in own.items() if value < force[begun].get(name, 0)}
+            force[begun:] = [own] * (5 - begun)
+            for name in [*own, *(["late"] if each == 2 else [])]:
+                joined.setdefault(name, begun)
+            gone = math.floor(given["a"][joined.get("late", 0)] + 1e-9)
+            datasets = {name: {"epochs": value} for name, value in own.items()}
+            try:
+                old = planned(growing[each], folder / f"{step}.parquet", epochs=5, datasets=datasets, **extended)
+            except UserError:
+                assert lowered, "else there is always more"
+                return
+            assert [[it.name for it in pack.samples] for pack in old.packs(0, first)] == [
+                [it.name for it in pack.samples] for pack in before[:first]
+            ]
+            for number, end in [*enumerate(old.facts.epoch_ends)][begun:]:
+                counts = counts_of(old, end)
+                for lists in (counts, trained):
+                    if "late" in joined:  # of the epochs before, nothing is owed
+                        lists["a"] = lists["a"] + [gone + it for it in lists.pop("late", ())]
+                for name in own:
+                    found, least = counts[name], max(trained[name]) - 1
+                    held = sum(max(it, least) for it in trained[name]) / len(trained[name])
+                    given[name][number + 1] = due = max(given[name][number] + force[number][name], held)
+                    assert sum(found) == pytest.approx(due * len(found), abs=1), (name, number)
+                    assert math.floor(due + 1e-6) <= min(found), (name, number)
+                    assert max(found) <= math.ceil(due - 1e-6), (name, number)
+
+
+def test_a_stage_after_epochs_has_all_its_tokens_and_goes_on_with_what_is_left_of_them(
+    index: Path, without_c: Path, tmp_path: Path
+) -> None:
+    old = planned(without_c, tmp_path / "old.parquet", epochs=3)
+    first = len(old) // 2
+    kept = tokens(old, old.packs(0, first)).total()
+    stages: Any = [{"tokens": kept // 4, "datasets": {"a": 1, "c": 1}}, {"tokens": 2e4, "datasets": {"b": 1}}]
+    extended = {"stages": stages, "weights_by": "tokens"}
+    new = planned(index, tmp_path / "new.parquet", extend=old.path, first=first, **extended)
+    ends = new.facts.epoch_ends
+    assert tokens(new, new.packs(first, ends[0])).total() == pytest.approx(kept // 4, rel=0.05)
+    for at in (ends[0] - 5, ends[0] + 2, first, first - 9):
+        again = planned(index, tmp_path / "again.parquet", extend=new.path, first=at, **extended)
+        trained = min(at, first)
+        assert tokens(again, again.packs(trained, len(again))).total() == pytest.approx(kept // 4 + 2e4, rel=0.05)
+    stages[0]["tokens"] = tokens(new, new.packs(first, ends[0] - 5)).total() / 2
+    with pytest.raises(UserError, match="have all epochs or stages"):
+        planned(
+            index, tmp_path / "x.parquet", extend=new.path, first=ends[0] - 5, stages=stages[:1], weights_by="tokens"
+        )
+
+
+STAGE = {"tokens": 8e4, "datasets": {"a": 1}}
+
+
+@pytest.mark.parametrize("before", [{"stages": [STAGE] * 4, "weights_by": "tokens"}, {"epochs": 7}])
+@pytest.mark.parametrize("after", [{"stages": [STAGE] * 7, "weights_by": "tokens"}, {"epochs": 12}])
+def test_what_could_be_measured_at_last_never_comes_twice_before_the_others_come_again(
+    tmp_path: Path, before: Any, after: Any
+) -> None:
+    rows = drawn_rows(120)
+    bad = [each | {"reason": "unmeasured", "detail": "nobody could"} for each in drawn_rows(40, seed=2)]
+    old = planned(made_index(tmp_path / "before", {"a": [rows, bad]}), tmp_path / "old.parquet", **before)
+    after_ = made_index(tmp_path / "after", {"a": [rows, drawn_rows(40, seed=2)]})
+    first = old.facts.epoch_ends[-2]
+    kept = occurrences(old, old.packs(0, first))
+    whole = math.floor(sum(kept.values()) / 120)
+    assert whole > 1
+    plan = planned(after_, tmp_path / "new.parquet", extend=old.path, first=first, **after)
+    for at in (len(plan) - 9, plan.facts.epoch_ends[-2]):
+        times = occurrences(plan, every(plan))
+        known, late = ([times["a", shard, row] for row in range(count)] for shard, count in ((0, 120), (1, 40)))
+        assert max(known) - min(known) <= 1
+        assert min(known) - whole <= min(late) <= max(late) <= max(known) - whole
+        plan = planned(after_, tmp_path / f"{at}.parquet", extend=plan.path, first=at, **after)
+
+
+def test_pieces_of_samples_are_owed_too_and_a_first_piece_may_be_dropped(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(100, 2500, 200).tolist()
+    index = made_index(tmp_path / "index", {"a": [[row(each) for each in lengths]], "b": [drawn_rows(50)]})
+
+    def pieces(shards: Any) -> Any:
+        half = Size(segment_lengths=(700,), images=0, patches=0)
+        return [[{0: ("oversize", "too long"), 1: half, 2: half} for _ in some] for *_, some in shards]
+
+    packing = {"seq_length": 1024, "drop_budget": 1.0, "oversize": "split"}
+    run = from_mapping(RunConfig, {"packing": packing, "plan": {"epochs": 2}}, where="the test")
+    make_plan([index], run, tmp_path / "old.parquet", remeasure=pieces)
+    old = Plan.open(tmp_path / "old.parquet")
+    expected = Counter(it.name for pack in every(old) for it in pack.samples)
+    assert {*expected.values()} == {2}
+    assert len(expected) == 250 + sum(each > 1024 for each in lengths)
+    divided = 0
+    for first in (7, len(old) // 3, len(old) - 20):
+        make_plan([index], run, tmp_path / "new.parquet", remeasure=pieces, force=True, extend=old.path, first=first)
+        new = Plan.open(tmp_path / "new.parquet")
+        assert new.packs(0, first) == old.packs(0, first)
+        assert Counter(it.name for pack in every(new) for it in pack.samples) == expected
+        kept = Counter(it.row for pack in old.packs(0, first) for it in pack.samples if it.piece > 0)
+        divided += sum(count % 2 for count in kept.values())
+        check_rows(new)
+    assert divided, "the packs that stay have one piece of a sample and not the other"
+
+
+def test_a_sample_whose_share_is_next_to_nothing_is_owed_too() -> None:
+    lengths = np.array([2_000_000_000, 1, 2_000_000_000], np.int32)
+    sizes = Sizes(length=lengths, second=lengths * 0, images=lengths * 0, patches=lengths * 0)
+    times = np.array([1, 0, 1])
+    given = np.array([(times * lengths).sum() / lengths.astype(np.int64).sum()])
+    config = PlanConfig(weights_by="tokens")
+    kept: Any = SimpleNamespace(times=times, given=given, even=given, share_left=1, ends=(), ended=[])
+    sources: Any = SimpleNamespace(ends_of=lambda _: [3])
+    samples = Samples(source=np.arange(3), piece=np.full(3, -1, np.int16), sizes=sizes)
+    drawn = AllSamples(samples=samples, config=config, sources=sources, kept=kept)
+    share = Share(weight=None, epochs=1, group=None)
+    (part,) = Blend(shares=(share,), repeats=(1.0,), groups={"": (0,)}, config=config, kept=kept).parts()
+    assert drawn.of_dataset(0, *part.intervals[0]).tolist() == [1]
+
+
+def test_a_stage_without_samples_is_named_by_its_place_in_the_list(index: Path, tmp_path: Path) -> None:
+    old = planned(index, tmp_path / "old.parquet", stages=STAGES[:2])
+    stages = [*STAGES[:2], {"tokens": 1, "datasets": {"b": 1}}]
+    with pytest.raises(UserError, match="stage 2 of the plan has no samples"):
+        planned(index, tmp_path / "new.parquet", extend=old.path, first=old.facts.epoch_ends[0] + 3, stages=stages)
+
+
+def test_other_settings_than_those_measured_with_are_refused_before_any_sample_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_pairs = {"processor": "one", "packing.pairs": "both"}
+    measured = made_index(tmp_path / "index", {"a": [drawn_rows(9)]}, fingerprint=of_pairs)
+    monkeypatch.setattr(planner, "fitting_samples", None)
+    with pytest.raises(ConfigError, match=r"was measured with packing\.pairs='both'"):
+        planned(measured, tmp_path / "new.parquet")
+
+
+def test_a_plan_whose_summary_says_nothing_is_extended_too(
+    index: Path, without_c: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = planned(without_c, tmp_path / "old.parquet", epochs=2)
+    bare = Plan(old.path, dataclasses.replace(old.facts, summary={}))
+    with monkeypatch.context() as patch:
+        patch.setattr(planner.Plan, "open", lambda _: bare)
+        make_plan([index], from_mapping(RunConfig, dict(old.facts.config), where="the test"), tmp_path / "new.parquet",
+                  extend=old.path, first=9)  # fmt: skip
+    new = Plan.open(tmp_path / "new.parquet")
+    assert {*occurrences(new, every(new)).values()} == {2}
+
+
+def test_a_plan_stays_that_another_one_goes_on_from_and_the_rest_of_a_run_is_not_extended(
+    index: Path, tmp_path: Path
+) -> None:
+    old = planned(index, tmp_path / "old.parquet")
+    before = old.path.read_bytes()
+    with pytest.raises(UserError, match="is the plan of --extend, which stays"):
+        planned(index, old.path, extend=tmp_path / "." / "old.parquet", first=9)
+    assert old.path.read_bytes() == before
+    one = made_index(tmp_path / "one", {"a": [drawn_rows(80)]})
+    rest = Left(
+        samples={("shard_0.tar", at, 0, ALL): 1 for at in range(30)},
+        epoch=0, ranks=1, workers=0, packs=1, uuid="uuid of a",
+    )  # fmt: skip
+    run = from_mapping(RunConfig, {"packing": {"seq_length": 1024}}, where="the test")
+    make_plan([one], run, tmp_path / "rest.parquet", left=rest)
+    with pytest.raises(UserError, match="begins with the rest of an online run"):
+        planned(one, tmp_path / "new.parquet", extend=tmp_path / "rest.parquet", first=1)
 
 
 @pytest.mark.parametrize(

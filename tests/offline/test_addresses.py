@@ -334,6 +334,7 @@ SECRET = "T0P-S3CRET"
         (of_s3(**credentials("FileBasedCredentials", credential_file_path="/none.json")), "not found: /none.json"),
         ({"storage_provider": {"type": "s4", "options": {"base_path": "b"}}}, "type: its value is not one of"),
         ({"storage_provider": {"type": "s3", "options": {}}}, "'base_path' is a required property"),
+        (of_s3(**credentials("S3Credentials", access_key=f"a$k{SECRET}", secret_key=f"b${SECRET}1")), "variables .*"),
         ({"storage_provider": {"type": "s3", "options": {"base_path": "b", "profile_name": "no"}}}, "could not be fou"),
     ],
 )
@@ -369,6 +370,7 @@ def of_client(module, **about):
         (NotImplementedError("not made"), UserError, "cannot be used: not made"),
         (TypeError("a bug"), TypeError, "a bug"),
         (multistorageclient.types.RetryableError("later"), OSError, "later"),
+        (type("RustClientError", (Exception,), {"__module__": "multistorageclient_rust"})("no", 403), UserError, "no"),
     ],
 )
 def test_what_the_client_of_a_store_says_is_one_sentence_or_tried_again(served, monkeypatch, error, kind, said):
@@ -388,6 +390,23 @@ def test_what_the_client_of_a_store_says_is_one_sentence_or_tried_again(served, 
     assert remote_files.listed(served[1]) == []
 
 
+@pytest.mark.parametrize("error", [TimeoutError("late"), type("CredentialRetrievalError", (Exception,), {})("agent")])
+def test_a_store_that_is_away_while_its_client_is_made_is_waited_for(served, monkeypatch, error):
+    given, resolve = [error], multistorageclient.resolve_storage_client
+
+    def resolves(address):
+        if given:
+            raise given.pop()
+        return resolve(address)
+
+    monkeypatch.setattr(multistorageclient, "resolve_storage_client", resolves)
+    assert remote_files.status(f"{served[1]}/nothing") is None
+    given[:] = [error] * 99
+    with pytest.raises(OSError, match=str(error)) as told:
+        remote_files.status(f"{served[1]}/nothing")
+    assert told.value.__suppress_context__ or told.value.__cause__ is None
+
+
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_cache_gives_no_old_bytes_or_is_refused(served, tmp_path, monkeypatch, checks):
     config = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
@@ -404,7 +423,7 @@ def test_a_cache_gives_no_old_bytes_or_is_refused(served, tmp_path, monkeypatch,
             assert [*found, remote_files.read(f"msc://{name}/cached")] == [content, content[1:], content]
 
 
-@pytest.mark.parametrize("lost", ["one's own", "another"])
+@pytest.mark.parametrize("lost", ["gone", "as before"])
 def test_an_index_that_another_command_stores_at_once_loses_no_data_set(
     served, dataset, sources, run_of, tmp_path, monkeypatch, lost
 ):
@@ -413,16 +432,19 @@ def test_an_index_that_another_command_stores_at_once_loses_no_data_set(
     for split in ("train", "val"):
         measure(MeasureConfig(paths=(data,), out=out, split=split, workers=0), run)
 
-    def stores(_):  # the other command read the index before this one, or before the one of "val", stored it
-        index, path = Index.open(out), str(dataset if lost == "one's own" else data)
+    def stores(_):  # the other command read the index before this one stored it
+        index = Index.open(out)
         if not slept:
-            kept = tuple(it for it in index.datasets if (it.path, it.asked) != (path, "train"))
-            dataclasses.replace(index, datasets=kept).save()
+            others = [it for it in index.datasets if it.path != str(dataset)]
+            (own,) = (it for it in index.datasets if it.path == str(dataset))
+            before = [dataclasses.replace(own, weight=3.0)] if lost == "as before" else []
+            dataclasses.replace(index, datasets=(*others, *before)).save()
         slept.append(len(index.datasets))
 
     monkeypatch.setattr(measuring.time, "sleep", stores)
     measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)
     assert slept == [3, 3]
+    assert {it.weight for it in Index.open(out).datasets} == {None}
     found = sorted((it.path, it.asked) for it in Index.open(out).datasets)
     assert found == sorted([(str(data), "train"), (str(data), "val"), (str(dataset), "train")])
 

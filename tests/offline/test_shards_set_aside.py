@@ -12,6 +12,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -23,6 +24,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline import index as index_file
+from energon_packing.offline import shared_work
 from energon_packing.offline.formats.shards import ShardPacker
 from energon_packing.offline.index import Index
 from energon_packing.offline.measure import ShardMeasurer
@@ -403,6 +405,23 @@ def test_a_job_of_names_that_lists_cannot_hold_is_refused(tmp_path, names, said)
     assert not (tmp_path / "job").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--array=%3"], "%3"),
+        (["--array", "0-99%3", "--comment", "9%4"], "%3"),
+        (["-a", "0-9:2%3"], "%3"),
+        (["-a0%3"], "%3"),
+        (["--comment", "3%4", "--array=0-9"], ""),
+    ],
+)
+def test_the_limit_of_an_array_is_that_of_the_option_and_of_no_other(slurm, words, limit):
+    write_job(slurm, ["measure", "--out=index"], ["a.tar", "b.tar"], 1)
+    subprocess.run(["bash", slurm / "job.sh", *words], check=True)
+    first, _ = (slurm.parent / "submitted").read_text().splitlines()
+    assert sbatch(first)["array"] == f"0-1{limit}"
+
+
 def test_a_job_takes_no_place_of_another_one_or_of_other_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["measure", "--out=index", "--", "data"]
@@ -413,6 +432,9 @@ def test_a_job_takes_no_place_of_another_one_or_of_other_files(tmp_path, monkeyp
         assert [(it.name, it.read_text()) for it in tmp_path.iterdir()] == [(name, "mine\n")]
         (tmp_path / name).unlink()
     write_job(Path("job"), command, [], None)  # nothing was missing then
+    full = mock.patch.object(shared_work, "batched", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full, pytest.raises(UserError, match="No space left"):
+        write_job(Path("job"), command, ["a.tar"], None)
     for names in (["a.tar", "b.tar"], ["b.tar"], []):
         write_job(Path("job"), [*command, "more"], names, None)
     script = (tmp_path / "job/job.sh").read_bytes()
@@ -420,7 +442,7 @@ def test_a_job_takes_no_place_of_another_one_or_of_other_files(tmp_path, monkeyp
         with pytest.raises(UserError, match=r"has a job\.sh that is not of this command; name another directory"):
             write_job(Path("job"), other, ["c.tar"], None)
     assert (tmp_path / "job/job.sh").read_bytes() == script
-    assert sorted(it.name for it in (tmp_path / "job").iterdir() if it.is_dir()) == ["lists-1", "lists-2"]
+    assert sorted(it.name for it in (tmp_path / "job").iterdir() if it.is_dir()) == ["lists-1", "lists-2", "lists-3"]
 
 
 def test_a_command_that_is_ended_by_sigterm_leaves_nothing_half_written(plan_of, tmp_path):

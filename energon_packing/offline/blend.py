@@ -144,7 +144,7 @@ class Kept:
     sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
     times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
     given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
-    even: np.ndarray  # ``[D]`` float64, how many when no sample is two behind another any more
+    repeats: np.ndarray  # ``[D]`` float64, how many an epoch of that plan has; 0 of a data set of which they have none
     tokens: int  # of those of the stage that has begun
     share_left: float  # of the packs of the epoch that has begun
     ends: tuple[int, ...]  # packs up to the end of each epoch or stage that they have whole
@@ -196,13 +196,13 @@ class Blend:
         left of them."""
         parts = [] if self.rest is None or not self.rest.size else [Part(number=0, rows=self.rest)]
         begun, share, repeats, kept = 0, 1.0, np.array(self.repeats), self.kept
-        before = given = even = start = np.zeros(repeats.size)
+        before = given = start = old = np.zeros(repeats.size)
         if kept is not None:
-            begun, share, given, even = len(kept.ends), kept.share_left, kept.given, kept.even
+            begun, share, given, old = len(kept.ends), kept.share_left, kept.given, kept.repeats
             before, start = given, np.array(kept.ended[-1][1] if kept.ended else start)
-        if any(each.weight for each in self.shares):
+        if any(each.weight for each in self.shares) and not np.allclose(old, repeats, rtol=1e-9, atol=0.0):
             start = given + repeats * (share - 1)
-        start = np.maximum(start, even - repeats)  # kept packs may have more than their epoch is to have now
+        start = np.maximum(start, given - repeats)  # kept packs may have more than their epoch is to have now
         low = [min(each, position(each)) for each in given.tolist()]  # of what is owed, nothing is before it
         for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
             if self.lengths is None:
@@ -275,7 +275,7 @@ class AllSamples:
         """Rows of `samples` that an interval of a data set's row of permutations has, ``[N]`` int64."""
         start, end = (0, *self.sources.ends_of(self.samples))[dataset : dataset + 2]
         parts = [np.zeros(0, dtype=np.int64)]
-        if self.kept is not None and start < end and first < last:
+        if self.kept is not None and first < min(last, self.kept.times[start:end].max(initial=0)):
             times, given = self.kept.times[start:end], float(self.kept.given[dataset])
             begun = int(times.max())  # permutations, which may lack samples
             random = np.random.default_rng([self.config.seed, dataset, begun, 6])
@@ -346,11 +346,7 @@ class AllSamples:
             gone = np.minimum([math.floor(position(each)) for each in turns], most)
             times, done = np.maximum(times, np.repeat(gone, [it.stop - it.start for it in parts])), stop
         times += np.bincount(order[done:], minlength=len(samples))
-        least = np.repeat([times[it].max(initial=1) - 1 for it in parts], [it.stop - it.start for it in parts])
-        given, even = (
-            np.array([(each[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts])
-            for each in (times, np.maximum(times, least))
-        )
+        told = facts.summary.get("datasets", [{"per_epoch": 0.0}] * len(facts.datasets))
         if not alike:
             ended.append([first, [0.0] * most.size])
         start, stop = ended[-1][0] if ended else 0, (*facts.epoch_ends[begun:], first)[0] if alike else first
@@ -358,8 +354,8 @@ class AllSamples:
             order=order,
             sizes=np.bincount(pack, minlength=first).astype(np.int64),
             times=times,
-            given=given,
-            even=even,
+            given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
+            repeats=np.array([each["per_epoch"] for each in told]) @ same,
             tokens=int(samples.sizes.tokens[order[pack >= start]].sum()),
             share_left=(stop - first) / (stop - start) if stop > start else 1.0,
             ends=facts.epoch_ends[:begun],

@@ -195,8 +195,8 @@ class PlannedLoader(LoaderBase):
         if taken is None or (taken and position + left * self._step > alike):
             raise ConfigError(
                 f"The saved loader state was inside a global batch ({batch}), which had another order there "
-                "(data.order_micro_batches, or rows of their own size); restore one that was saved after a step, or go "
-                "on with the layout and batch of that run."
+                "(data.order_micro_batches, rows of their own size, or a plan that keeps a part of it); restore one "
+                "that was saved after a step, or go on with the layout, batch and plan of that run."
             )
         self._taken = taken
         self._position, self._resumed = position, position > 0

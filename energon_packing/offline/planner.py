@@ -451,6 +451,7 @@ def make_plan(
     _check_free(out, force)
     if extend is not None and os.path.realpath(extend) == os.path.realpath(out):
         raise UserError(f"--out {shown(out)} is the plan of --extend, which stays; name another file.")
+    old = None if extend is None else Plan.open(extend)
     sources = Sources.open(directories, config, splits)
     _check_set_aside(sources, {*without})
     family = str(sources.indexes[0].fingerprint.get("family", ""))
@@ -476,8 +477,8 @@ def make_plan(
                 blend = replace(blend, rest=rows_left(left, sources, samples))
             drawn = AllSamples(samples=samples, config=config.plan, sources=sources)
             decided = _decided(counted, limits, left)
-            if extend is not None:
-                kept = drawn.kept_packs(old := Plan.open(extend), first, decided)
+            if old is not None:
+                kept = drawn.kept_packs(old, first, decided)
                 blend, drawn = replace(blend, kept=kept), replace(drawn, kept=kept)
                 decided["extends"] = [old.facts.id, first]
             parts = blend.parts()
@@ -521,7 +522,7 @@ def _check_free(out: Path, force: bool) -> None:
     for name in _inside(out):  # other programs call their files part-0.parquet too
         foreign = name.startswith("part-") and not complete and read_metadata(out / name) is None
         if foreign or not _OURS.fullmatch(name):
-            raise UserError(f"{shown(out)} is there and is no plan (it has {name}); name another file.")
+            raise UserError(f"{shown(out)} is there and is no plan (it has {name}); name another file, or delete it.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
 
@@ -605,7 +606,7 @@ class _Made:
             self._out.unlink()
         if address is None:
             self._out.mkdir(exist_ok=True)
-        for name in _inside(self._out):
+        for name in filter(_OURS.fullmatch, _inside(self._out)):
             (self._out / name).unlink() if address is None else remove(f"{address}/{name}")
 
     def band(self, packs: OrderedPacks, drawn: AllSamples | Band) -> None:

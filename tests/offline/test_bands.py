@@ -114,8 +114,10 @@ def test_bands_have_each_sample_as_often_as_the_plan_in_one_piece_and_none_twice
         return
     try:
         plan = made(index, directory / "bands.parquet", band, run)
-    except UserError:
-        assert min(np.diff([0, *whole.facts.epoch_ends])) == 1, "its sample may fall on the other side of a border"
+    except UserError:  # of a shard that a permutation goes through in rounds, half a sample is in one of them
+        ends = [0, *whole.facts.epoch_ends]
+        fewest = min(sum(len(pack.samples) for pack in whole.packs(*some)) for some in itertools.pairwise(ends))
+        assert fewest <= sum(1 + len(each) / 2 for each in lists.values())
         return
     check_rows(plan)
     assert len(plan.facts.epoch_ends) == epochs
@@ -125,8 +127,8 @@ def test_bands_have_each_sample_as_often_as_the_plan_in_one_piece_and_none_twice
         )
         found = Counter({place: times for place, times in places(all_packs(plan)).items() if place[0] == at})
         samples = sum(map(len, each))
-        assert abs(found.total() - expected.total()) <= 1, (
-            "a sample whose middle is at a border may fall on its other side"
+        assert abs(found.total() - expected.total()) <= 1 + len(each) / 2, (
+            "a sample whose middle is at a border may fall on its other side, also at that of a round in each shard"
         )
         rarest = min(found.values(), default=0) if len(found) == samples else 0
         assert max(found.values(), default=0) - rarest <= 1

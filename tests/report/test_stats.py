@@ -475,7 +475,7 @@ def test_rows_of_readers_that_have_less_than_a_row_are_as_full_as_their_loaders_
     ("arguments", "sentence"),
     [
         (("nothing",), "There is no nothing"),
-        (("INDEX", "--full"), "--full, --workers, --split and --samples are for data sets"),
+        (("INDEX", "--full"), "--full, --workers, --split, --samples are for data sets"),
         (("INDEX", "--set", "packing.oversize=split", "--seq-length", "512"), "which needs a processor"),
         (("DATASET", "--set", "encoder.processor=p", "--full", "--samples", "5"), "--full measures all samples"),
         (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),

@@ -348,7 +348,7 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
         try:
             return do(client, path)
         except Exception as error:
-            told = isinstance(error, OSError | UserError) or type(error).__name__ in _PASSING
+            told = isinstance(error, OSError | UserError) or type(error).__name__ == "RetryableError"
             if told or (type(error).__module__ == "builtins" and not isinstance(error, NotImplementedError)):
                 raise
             if (code := _http_status(error)) in (429, *range(500, 600)):  # of lists, which multistorageclient lets pass
@@ -359,7 +359,10 @@ def _ask[Found](address: str, do: Callable[[Any, str], Found]) -> Found:
 
 
 _PASSING = ("RetryableError", "CredentialRetrievalError")
-_VALUES = re.compile(r" in '.*|\$\{?\w*[a-z0-9]\w*\}?|(?<=alias )'.*?'", re.DOTALL)  # of what is not understood in YAML
+# Of what the configuration cannot be understood for, but not the names of variables that are not set.
+_VALUES = re.compile(
+    r""" in ['"].*|\$(?=[\w{])(?!\{?[A-Z]+(_[A-Z0-9]+)+\}?')[^']*|(?<=alias |e tag )'.*?'""", re.DOTALL
+)
 
 
 def _words(error: Exception) -> str:

@@ -144,7 +144,7 @@ class Kept:
     sizes: np.ndarray  # ``[packs]`` int64, rows of each pack
     times: np.ndarray  # ``[N]`` int64, how often they have each row of `Samples`
     given: np.ndarray  # ``[D]`` float64, how many permutations of each data set they have
-    repeats: np.ndarray  # ``[D]`` float64, how many an epoch of that plan has; 0 of a data set of which they have none
+    repeats: np.ndarray  # ``[D]`` float64, how many an epoch of that plan has; 0 of what they have none of
     tokens: int  # of those of the stage that has begun
     share_left: float  # of the packs of the epoch that has begun
     ends: tuple[int, ...]  # packs up to the end of each epoch or stage that they have whole
@@ -200,9 +200,10 @@ class Blend:
         if kept is not None:
             begun, share, given, old = len(kept.ends), kept.share_left, kept.given, kept.repeats
             before, start = given, np.array(kept.ended[-1][1] if kept.ended else start)
-        if any(each.weight for each in self.shares) and not np.allclose(old, repeats, rtol=1e-9, atol=0.0):
+        if any(each.weight for each in self.shares) and not np.allclose(old, repeats, rtol=1e-9, atol=1e-12):
             start = given + repeats * (share - 1)
-        start = np.maximum(start, given - repeats)  # kept packs may have more than their epoch is to have now
+        # Kept packs may have more than their epoch is to have now; what is left out now is owed nothing.
+        start = np.maximum(np.where(repeats > 0, start, 0.0), given - repeats)
         low = [min(each, position(each)) for each in given.tolist()]  # of what is owed, nothing is before it
         for number in range(begun, self.config.epochs if self.lengths is None else len(self.lengths)):
             if self.lengths is None:
@@ -339,14 +340,21 @@ class AllSamples:
         begins = [0, *(end for end, _ in facts.ended[: -len(facts.epoch_ends)])][-1]
         alike = bool(facts.stages) == bool(decided["plan"].get("stages")) and begins <= first
         begun = bisect.bisect_right(facts.epoch_ends, first) if alike else 0
-        times, done = np.zeros_like(times), 0
-        for end, turns in ended:  # what no pack has of finished permutations is owed from now on only
+        times, done, of_shard = np.zeros_like(times), 0, sources.shard_of(samples.source)
+        for end, turns in ended:
             stop = int(np.searchsorted(pack, end))
             times += np.bincount(order[done:stop], minlength=len(samples))
-            gone = np.minimum([math.floor(position(each)) for each in turns], most)
-            times, done = np.maximum(times, np.repeat(gone, [it.stop - it.start for it in parts])), stop
+            found, done = np.bincount(order[:stop], minlength=len(samples)), stop
+            for it, turn, cap in zip(parts, turns, most.tolist(), strict=True):
+                least = np.maximum(times[it], min(math.floor(position(turn)), cap))
+                # Shards of which there is nothing came later; so did others below it, if the rest has all that was due.
+                # They are owed nothing of before.
+                later = np.bincount(of_shard[it], found[it])[of_shard[it]] == 0
+                lacks = np.where(later, 0, np.where(least > times[it], found[it], times[it] - turn)) @ amount[it]
+                times[it] = np.where(later | (lacks <= amount[it].max(initial=0)), least, times[it])
         times += np.bincount(order[done:], minlength=len(samples))
         told = facts.summary.get("datasets", [{"per_epoch": 0.0}] * len(facts.datasets))
+        changed = facts.decided.get("extends", ["", 0])[1]  # in an epoch that has begun, which is of both settings
         if not alike:
             ended.append([first, [0.0] * most.size])
         start, stop = ended[-1][0] if ended else 0, (*facts.epoch_ends[begun:], first)[0] if alike else first
@@ -355,7 +363,7 @@ class AllSamples:
             sizes=np.bincount(pack, minlength=first).astype(np.int64),
             times=times,
             given=np.array([(times[it] * amount[it]).sum() / max(amount[it].sum(), 1) for it in parts]),
-            repeats=np.array([each["per_epoch"] for each in told]) @ same,
+            repeats=np.array([each["per_epoch"] for each in told]) @ same * (start >= changed),
             tokens=int(samples.sizes.tokens[order[pack >= start]].sum()),
             share_left=(stop - first) / (stop - start) if stop > start else 1.0,
             ends=facts.epoch_ends[:begun],

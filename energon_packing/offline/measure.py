@@ -5,6 +5,7 @@ Every sample of a shard becomes one row of the index, without a pixel.
 
 import hashlib
 import json
+import operator
 import os.path
 import re
 import socket
@@ -455,10 +456,11 @@ def _saved(
         index.save()
     if remote_address(config.out) and tries:  # nothing is locked there: another command may have written it at once
         time.sleep(1)  # longer than from reading an index to storing it
-        there = _index(config.out, measurer).datasets
-        if any(it not in there for it in datasets):
+        of = operator.attrgetter("name", "path", "weight", "repetitions", "media_states", "shards")
+        stored = [*map(of, _index(config.out, measurer).datasets)]
+        if any(of(it) not in stored for it in datasets):
             index, more = _saved(config, measurer, datasets, tries - 1)
-            changes += more
+            changes += [each for each in more if each not in changes]
     return index, tuple(changes)
 
 

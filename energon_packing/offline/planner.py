@@ -11,7 +11,6 @@ import json
 import os.path
 import re
 import shlex
-import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -592,7 +591,7 @@ class _Made:
         digest = plan_file.digest_of(facts.to_json())
         if self._out.is_dir():
             self.clear()
-            shutil.rmtree(self._out, ignore_errors=True)
+            self._out.rmdir()
         tables = hashed(_tables(self._counted.sources, packs, drawn, self._schema, 0), digest)
         write_table(self._out, self._schema, tables, facts.to_json())
         if remote_address(self._out):  # where both may be there, so that the old plan is, until there is the new one

@@ -13,6 +13,7 @@ import tempfile
 import traceback
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -335,6 +336,8 @@ SECRET = "T0P-S3CRET"
         ({"storage_provider": {"type": "s4", "options": {"base_path": "b"}}}, "type: its value is not one of"),
         ({"storage_provider": {"type": "s3", "options": {}}}, "'base_path' is a required property"),
         (of_s3(**credentials("S3Credentials", access_key=f"a$k{SECRET}", secret_key=f"b${SECRET}1")), "variables .*"),
+        (of_s3(**credentials("S3Credentials", access_key="k", secret_key="${LACKS_KEY3}")), r"\$\{LACKS_KEY3\}"),
+        (of_s3(**credentials("S3Credentials", access_key="k", secret_key=f"b${{a-B{SECRET}}}c")), "variables .*"),
         ({"storage_provider": {"type": "s3", "options": {"base_path": "b", "profile_name": "no"}}}, "could not be fou"),
     ],
 )
@@ -370,6 +373,7 @@ def of_client(module, **about):
         (NotImplementedError("not made"), UserError, "cannot be used: not made"),
         (TypeError("a bug"), TypeError, "a bug"),
         (multistorageclient.types.RetryableError("later"), OSError, "later"),
+        (type("CredentialRetrievalError", (Exception,), {"__module__": "botocore.exceptions"})("no"), OSError, "no"),
         (type("RustClientError", (Exception,), {"__module__": "multistorageclient_rust"})("no", 403), UserError, "no"),
     ],
 )
@@ -441,7 +445,7 @@ def test_an_index_that_another_command_stores_at_once_loses_no_data_set(
             dataclasses.replace(index, datasets=(*others, *before)).save()
         slept.append(len(index.datasets))
 
-    monkeypatch.setattr(measuring.time, "sleep", stores)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(sleep=stores))
     measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)
     assert slept == [3, 3]
     assert {it.weight for it in Index.open(out).datasets} == {None}

@@ -375,7 +375,9 @@ def test_plans_that_go_on_again_and_again_give_each_sample_as_often_as_all_their
                 for name in own:
                     found, most = counts[name], max(trained[name])
                     held = sum(trained[name]) / len(trained[name])
-                    given[name][number + 1] = due = max(given[name][number] + force[number][name], held)
+                    due = max(given[name][number] + force[number][name], held)
+                    due = held if number == begun and not force[number][name] else due  # and is owed nothing
+                    given[name][number + 1] = due
                     assert sum(found) == pytest.approx(due * len(found), abs=1), (name, number)
                     if name not in lowered or due >= most:  # else some may still be behind
                         assert math.floor(due + 1e-6) <= min(found), (name, number)
@@ -395,6 +397,17 @@ def test_weights_that_stay_give_what_they_gave_and_a_data_set_that_is_switched_o
     assert {name: abs(found[name] - before[name]) <= 1 for name in "abc"} == dict.fromkeys("abc", True)
     turns = [each["turns"] for each in new.facts.summary["datasets"]]
     assert turns == pytest.approx([2 * each["per_epoch"] for each in old.facts.summary["datasets"]])
+    # Settings that change here, and then stay, still in the same epoch: what is left has their mix.
+    changed = {**weighted, "b": {"weight": 20}}
+    once = planned(index, tmp_path / "once.parquet", datasets=changed, **extended)
+    further = (first + once.facts.epoch_ends[0]) // 2
+    again = planned(index, tmp_path / "again.parquet", epochs=2, datasets=changed, extend=once.path, first=further)
+    of_once, of_again = (
+        Counter(each.dataset for pack in it.packs(further, it.facts.epoch_ends[0]) for each in pack.samples)
+        for it in (once, again)
+    )
+    for number in range(3):  # about so many: the share of an epoch is counted in packs
+        assert 0.4 * of_once[number] <= of_again[number] <= 1.2 * of_once[number] + 3
     off = planned(index, tmp_path / "off.parquet", datasets={**weighted, "b": {"weight": 1, "epochs": 0}}, **extended)
     assert {each.dataset for pack in off.packs(first, len(off)) for each in pack.samples} == {0, 2}
 

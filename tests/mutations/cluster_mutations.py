@@ -142,4 +142,27 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the list of what is missing",
         edits=(("offline/shared_work.py", "{words} && [ ! -s {missing} ]", "{words}"),),
     ),
+    Mutation(
+        trap=269,
+        name="a task at which a worker died is given to a second one beside it",
+        test=EXECUTORS
+        + "test_a_task_at_which_a_worker_died_is_tried_by_one_at_a_time_and_a_second_one_that_never_began_"
+        "costs_nothing",
+        oracle="the definition",
+        edits=((WORK, " and not each.deaths + each.losses]", "]"),),
+    ),
+    Mutation(
+        trap=267,
+        name="workers that all die are the fault of one task after another",
+        test=EXECUTORS + "test_workers_that_all_die_are_no_matter_of_the_tasks[1000]",
+        oracle="the definition",
+        edits=((WORK, "self._deaths >= MOST_IN_VAIN and not self._seconds", "False"),),
+    ),
+    Mutation(
+        trap=270,
+        name="the limit of an array is a word of another option",
+        test=ASIDE + "test_the_limit_of_an_array_is_that_of_the_option_and_of_no_other[words4-]",
+        oracle="what a stand-in of `sbatch` is given",
+        edits=(("offline/shared_work.py", "^(-a|--array=?)[0-9", "^(-a|--array=?)?[0-9"),),
+    ),
 )

@@ -5,6 +5,7 @@ from mutation_table import Mutation
 STAGES = "tests/offline/test_stages.py::"
 MIX = STAGES + "test_each_stage_has_its_tokens_in_its_mix_and_no_sample_comes_twice_before_all_have[tokens]"
 EXTENDED = STAGES + "test_an_extended_plan_keeps_what_was_trained_and_gives_all_the_rest_once"
+STAYING = STAGES + "test_weights_that_stay_give_what_they_gave_and_a_data_set_that_is_switched_off_gives_nothing[0.5]"
 
 STAGE_TRAPS = {
     275: "a stage has other tokens or another mix than it was given, or begins its data sets anew",
@@ -64,5 +65,33 @@ STAGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             ("offline/blend.py", '{"plan", "rest", "extends"}', '{"plan", "rest", "extends", "max_segments_per_pack"}'),
         ),
+    ),
+    Mutation(
+        trap=276,
+        name="an epoch that was changed on its way counts as one of its last settings",
+        test=STAYING,
+        oracle="the mix of the plan before",
+        edits=(("offline/blend.py", "@ same * (start >= changed),", "@ same,"),),
+    ),
+    Mutation(
+        trap=276,
+        name="a data set that is switched off goes on to the end of its epoch",
+        test=STAYING,
+        oracle="the packs, which have none of it",
+        edits=(
+            (
+                "offline/blend.py",
+                "np.where(repeats > 0, start, 0.0), given - repeats",
+                "start, np.ceil(given) - repeats",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=276,
+        name="what could be measured at last is owed all that was before",
+        test=STAGES
+        + "test_what_could_be_measured_at_last_never_comes_twice_before_the_others_come_again[after0-before0]",
+        oracle="how often each sample may come",
+        edits=(("offline/blend.py", "min(math.floor(position(turn)), cap)", "0"),),
     ),
 )

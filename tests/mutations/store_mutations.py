@@ -160,4 +160,32 @@ STORE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="a search for the secret in what commands print",
         edits=((FILES, r'"://[^/?#\s]*(?::\S*)?@"', r'"://[^/?#\s]*@"'),),
     ),
+    Mutation(
+        trap=260,
+        name="a traceback has the keys of the configuration",
+        test=ADDRESSES + "test_a_mistake_in_the_configuration_is_one_sentence_and_no_traceback_has_a_key[profile0-"
+        "credentials_provider: 'type' is a required]",
+        oracle="a search for the key in the traceback",
+        edits=(
+            (
+                FILES,
+                'see to its profile for multi-storage-client") from None',
+                'see to its profile for it") from error',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=258,
+        name="a shard whose version a list calls otherwise is lost",
+        test=REMOTE + "test_lists_that_call_versions_otherwise_than_answers_about_a_file_lose_no_shard",
+        oracle="the names that a provider of multi-storage-client gives",
+        edits=(("convert/workspace.py", "notes[name] != there.get(name)]\n", "False]\n"),),
+    ),
+    Mutation(
+        trap=258,
+        name="an index lacks what another command overwrote at once",
+        test=ADDRESSES + "test_an_index_that_another_command_stores_at_once_loses_no_data_set[polylithic-gone]",
+        oracle="the data sets of both commands",
+        edits=(("offline/measure.py", "if any(of(it) not in stored for it in datasets):", "if False:"),),
+    ),
 )

@@ -130,7 +130,7 @@ CLUSTER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=270,
         name="a list is ignored",
-        test=ASIDE + "test_lists_that_cannot_be_are_refused[polylithic-words4-which is no shard of this command; write "
+        test=ASIDE + "test_lists_that_cannot_be_are_refused[polylithic-words5-which is no shard of this command; write "
         "the lists anew]",
         oracle="the definition",
         edits=(("offline/shared_work.py", "    if named is not None:\n", "    if False:\n"),),

@@ -1,5 +1,5 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
-loader|memory|convert|measure|plan|pack|store|packing|handover|balance|dynamic|train|gpu
+loader|memory|convert|measure|plan|pack|store|packing|handover|balance|dynamic|train|gpu|advice
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py --repeat 3 NAME ...`` runs it three times; a line then has the median of each number, and under
@@ -41,6 +41,7 @@ NAMES = (
     "dynamic",
     "train",
     "gpu",
+    "advice",
 )
 
 

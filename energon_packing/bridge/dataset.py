@@ -265,15 +265,20 @@ class PackedEnergonDatasetConfig(PackProvider):
         )
 
     def _model_cost(self) -> ModelCost:
-        """The cost of the run's model; of its parts those are frozen that the model or PEFT freezes. Adapters are seen
-        only in a frozen language model."""
-        model, peft = getattr(self._run, "model", None), getattr(self._run, "peft", None)
-        frozen = [it for it in PARTS if getattr(peft, f"freeze_{it}", True) or getattr(model, f"freeze_{it}", False)]
-        adapted = [it for it in frozen if it == "language_model" and peft is not None]
-        found = model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
+        found = cost_of_run(self._run)
         if found is None:
-            warnings.warn(f"dataset.packing.cost_model: the layers of {type(model).__name__} {UNKNOWN}", stacklevel=2)
+            name = type(getattr(self._run, "model", None)).__name__
+            warnings.warn(f"dataset.packing.cost_model: the layers of {name} {UNKNOWN}", stacklevel=2)
         return found or CONSTANTS
+
+
+def cost_of_run(container: Any) -> ModelCost | None:
+    """The cost of the model of a ``ConfigContainer``, None if it is not known; of its parts those are frozen that the
+    model or PEFT freezes. Adapters are seen only in a frozen language model."""
+    model, peft = getattr(container, "model", None), getattr(container, "peft", None)
+    frozen = [it for it in PARTS if getattr(peft, f"freeze_{it}", True) or getattr(model, f"freeze_{it}", False)]
+    adapted = [it for it in frozen if it == "language_model" and peft is not None]
+    return model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
 
 
 # Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.

@@ -1,6 +1,6 @@
 """`energon-packing stats`: how samples are distributed, and how full their packs would be."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ Examples:
   energon-packing stats plan.parquet --layout 4x2 --data-parallel 8 --micro-batches 16
   energon-packing stats data/chats --set encoder.processor=path/or/name
   energon-packing stats data/chats --config run.yaml --full --workers 8
+  energon-packing stats index --advise bridge_configs.qwen3_vl:qwen3_vl_8b_sft --gpus 8xh100 --gpu price=2.5
   energon-packing stats --fit run/metrics
 """
 _BAR = 24
@@ -50,7 +51,7 @@ def _many(name: str, told: str) -> Callable[[Any], Any]:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("path", metavar="DATASET|INDEX|PLAN|METRICS", type=PATH)
+@click.argument("path", metavar="[DATASET|INDEX|PLAN]", type=PATH, required=False)
 @config_options
 @split_option
 @defaulted("--samples", type=click.IntRange(min=2), default=2000, help="Samples to measure, drawn at random.")
@@ -64,10 +65,13 @@ def _many(name: str, told: str) -> Callable[[Any], Any]:
 @click.option("--micro-batches", type=AT_LEAST_1, help="--layout: packs of each data-parallel rank in a global batch.")
 @defaulted("--seed", default=0, type=AT_LEAST_0, help="Seed of everything drawn at random.")
 @click.option("--html", type=NEW_FILE, help="Write a page.")
-@click.option("--fit", is_flag=True, help="Seconds per unit of cost; the argument is the metrics of a run.")
+@click.option("--advise", metavar="RECIPE", help="Layouts of this Bridge recipe for the samples, fastest first.")
+@click.option("--gpus", metavar="NxNAME", help="--advise: GPUs of the run, such as 8xh100.")
+@click.option("--gpu", metavar="NAME=NUMBER,...", help="--advise: what differs in one of them, and its price an hour.")
+@click.option("--fit", type=PATH, help="Seconds per unit of cost, from the metrics of a run; --advise: scale to them.")
 @json_option
 @click.pass_context
-def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None:
+def stats(ctx: click.Context, path: Path | None, as_json: bool, **options: Any) -> None:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
     An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
@@ -78,17 +82,32 @@ def stats(ctx: click.Context, path: Path, as_json: bool, **options: Any) -> None
 
     --fit says how long the steps of a run took for what their packs cost, vision and language apart, from the lines of
     metrics.directory.
+
+    --advise proposes how GPUs should share a recipe, as overrides that pass `validate`, with tokens per second, memory,
+    GPU hours and price of an epoch, foretold by simulation; docs/advice.md says how, and how wrong. With --fit, it is
+    scaled to steps that this recipe took on such GPUs.
     """
     asked = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    fit, layout, of_layout = options["fit"], options["layout"] is not None, {"layout", "micro_batches"}
-    refuse((layout and not options["micro_batches"], "--layout is about global batches; give --micro-batches too."))
-    allowed = {"fit"} if fit else of_layout | {"data_parallel"} if layout else {*options} - of_layout
+    layout, advises, of_layout = options["layout"] is not None, options["advise"], {"layout", "micro_batches"}
+    fit, of_advice = options["fit"] is not None and not advises, {"advise", "gpus", "gpu", "fit"}
+    refuse(
+        (layout and not options["micro_batches"], "--layout is about global batches; give --micro-batches too."),
+        (path is None and not fit, "Name a data set, an index or a plan."),
+        (
+            fit and path is not None,
+            "--fit alone reads the metrics of a run; leave out the other path, or --advise too.",
+        ),
+        (advises and not options["gpus"], "--advise is about GPUs; give --gpus too, such as 8xh100."),
+    )
+    allowed = {"fit"} if fit else of_layout | {"data_parallel"} if layout else {*options} - of_layout - of_advice
+    allowed = of_advice | {"seq_length", "seed"} if advises else allowed
     if wrong := sorted(asked - allowed):
         named = ", ".join(each.opts[0] for each in ctx.command.params if each.name in wrong)
-        raise UserError(f"`stats{' --fit' if fit else ' --layout' * layout}` does not take {named}; leave it out.")
-    starting(f"Reading {shown(path)}", quiet=as_json)
+        mode = " --advise" if advises else " --fit" if fit else " --layout" * layout
+        raise UserError(f"`stats{mode}` does not take {named}; leave it out.")
+    starting(f"Reading {shown(path or options['fit'])}", quiet=as_json)
     given = SimpleNamespace(**options, path=path, asked=asked, as_json=as_json)
-    (_fit if fit else _layout if layout else _statistics)(given)
+    (_advice if advises else _fit if fit else _layout if layout else _statistics)(given)
 
 
 def _statistics(given: SimpleNamespace) -> None:
@@ -252,6 +271,33 @@ def _layout(given: SimpleNamespace) -> None:
     answer(layout_report(given.path, given.layout, given.data_parallel or 1, given.micro_batches), given.as_json, show)
 
 
+def _advice(given: SimpleNamespace) -> None:
+    from energon_packing.report import advice
+
+    gpus, more = advice.Gpus.of(given.gpus, given.gpu or ""), {"fit": given.fit, "seed": given.seed}
+    found = advice.advice_of(given.path, given.advise, gpus, rows=given.seq_length, **more)
+
+    def show(_: Any) -> None:
+        rows = [(each["layout"], each["recompute"], *_advised(each)) for each in found["choices"]]
+        rows.append(("the recipe", found["own"]["layout"], *_advised(found["own"])))
+        names = ("row", "tokens/s", "bubble", "waits", "GB", "GPU h", "price")
+        Console().print(table(rows, left=("layout", "recomputes"), right=names, fold=False))
+        say(*advice.sentences(found), wrap=True)
+        print_warnings(found["warnings"])
+        say("Proposed", style="bold")
+        say(*(f"  {each}" for each in found["choices"][0]["overrides"]), style="green")
+
+    answer(found, given.as_json, show, indent=1)
+
+
+def _advised(each: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{each['seq_length']:,}"
+    yield f"{each['tokens']:,.0f}"
+    yield from (f"{each[name]:.1%}" for name in ("bubble", "imbalance"))
+    yield "-" if each["memory"] is None else f"{each['memory']['total'] / 1e9:.1f}"
+    yield from ("-" if each[name] is None else f"{each[name]:,.1f}" for name in ("gpu_hours", "price"))
+
+
 def _fit(given: SimpleNamespace) -> None:
     from energon_packing.report.steps import fit_report
 
@@ -266,4 +312,4 @@ def _fit(given: SimpleNamespace) -> None:
             wrap=True,
         )
 
-    answer(fit_report(given.path), given.as_json, show, indent=1)
+    answer(fit_report(given.fit), given.as_json, show, indent=1)

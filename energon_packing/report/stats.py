@@ -260,7 +260,7 @@ def packings(
         parallel = ParallelConfig(tensor_parallel=multiple, sequence_parallel=True)
         parallel = run.parallel if multiple == own[1] else parallel
         packing = dataclasses.replace(run.packing, seq_length=row)
-        dealt = _Dealt(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
+        dealt = Dealt(samples, dataclasses.replace(run, packing=packing, parallel=parallel))
         readers = min(ranks * max(run.data.workers, 1), max(round(dealt.epoch), 1))
         planned = [None] if samples.whole and dealt.alike and len(dealt.kept) <= PLANNED else []
         for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), *planned):
@@ -308,11 +308,11 @@ def recommendation(
     # Those of an index may be many, and its data elsewhere.
     if loses and oversize != "split" and samples.kind == "data set" and 0 < own["dropped"] <= STREAM:
         packing = dataclasses.replace(run.packing, oversize="split", seq_length=row)
-        parted = _Dealt(samples, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
+        parted = Dealt(samples, dataclasses.replace(run, packing=packing)).lost_share(samples)[0]
     as_they_are = dataclasses.replace(samples, remeasure=None)
     while min(shares.values()) > NEGLIGIBLE_LOSS and max(shares) < LONGEST_ROW:
         packing = dataclasses.replace(run.packing, seq_length=2 * max(shares))
-        dealt = _Dealt(as_they_are, dataclasses.replace(run, packing=packing))
+        dealt = Dealt(as_they_are, dataclasses.replace(run, packing=packing))
         shares[packing.seq_length] = dealt.lost_share(samples)[0]
     least = max(NEGLIGIBLE_LOSS, min(shares.values()))
     longer, share = next(each for each in shares.items() if each[1] <= least)
@@ -399,7 +399,7 @@ def _sizes(samples: StatsSamples) -> Sizes:
 
 
 def _packed(
-    samples: StatsSamples, dealt: "_Dealt", window: int | None, readers: int, ranks: int, seed: int
+    samples: StatsSamples, dealt: "Dealt", window: int | None, readers: int, ranks: int, seed: int
 ) -> dict[str, Any]:
     run, kept, scale = dealt.run, dealt.kept, samples.total / samples.measured
     lost, lost_error = dealt.lost_share(samples)
@@ -451,7 +451,7 @@ def efficiency(costs: np.ndarray, ranks: int, window: int, seed: int) -> float:
     return step_efficiency(steps)
 
 
-class _Dealt:
+class Dealt:
     """What rows of a run hold, and streams of it as the run reads them: in random order, by the weights of the data
     sets. ``limits`` are of a row, ``cost`` is of a sample, ``kept`` the samples that fit one and the pieces of others,
     ``drops`` how many samples and pieces are dropped; ``too_long`` and ``over`` say which of the N samples are too long
@@ -546,7 +546,7 @@ class _Dealt:
                 stream = np.append(held, self._stream(random, drawn, least))
             sizes = self.kept.sizes.take(stream)
             costs_of = sum(self.cost.costs(sizes))
-            packs = [*self._packs(stream, window, steady=True, once=self.whole or few)]
+            packs = [*self.packs(stream, window, steady=True, once=self.whole or few)]
             held = np.delete(stream, np.concatenate(packs)) if packs else held
             if window:
                 ends = np.cumsum([len(pack) for pack in packs])
@@ -567,10 +567,10 @@ class _Dealt:
         random = np.random.default_rng([*seed, 1])
         own = max(1, min(round(self.epoch / readers), SETTLED * window))
         stream = self._stream(random, self._share_of(random, own), 1)
-        packs = [*self._packs(stream, window, steady=False, once=False)]
+        packs = [*self.packs(stream, window, steady=False, once=False)]
         return len(packs) - float(self.tokens_of[stream].sum()) / room
 
-    def _packs(self, stream: np.ndarray, window: int | None, *, steady: bool, once: bool) -> Iterable[np.ndarray]:
+    def packs(self, stream: np.ndarray, window: int | None, *, steady: bool, once: bool) -> Iterable[np.ndarray]:
         """Packs of a stream in turn, of a number `once` in each; if `steady`, those made before it has ended."""
         limits, packing, sizes = self.limits, self.run.packing, self.kept.sizes.take(stream)
         numbers = stream if once else np.arange(stream.size)  # of a part, what comes again stands for others

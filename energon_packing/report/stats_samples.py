@@ -1,7 +1,7 @@
 """What statistics are made from: the sizes of samples, from an index, a plan, or a data set measured in part."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -78,11 +78,12 @@ def mix_of(parts: Sequence[Any], counts: np.ndarray) -> np.ndarray | None:
     return counts * [1.0 if part.repetitions is None else part.repetitions for part in parts]
 
 
-def samples_of_index(index: Index, path: str, run: Any = None) -> StatsSamples:
-    """All samples of an index, with the columns that the cost of a run's model needs. Raises `UserError`: a file of it
-    is missing or damaged, or has no such columns, or it holds nothing."""
+def samples_of_index(index: Index, path: str, run: Any = None, needed: Collection[str] = ()) -> StatsSamples:
+    """All samples of an index, with the columns ``needed`` and those that the cost of a run's model needs. Raises
+    `UserError`: a file of it is missing or damaged, or has no such columns, or it holds nothing."""
     kind = KINDS.find(kind_of(index.datasets))
-    columns = (*COLUMNS, *kind.more_columns, *(() if run is None else sorted(kind.cost(run).needed)))
+    costs = set() if run is None else kind.cost(run).needed
+    columns = (*COLUMNS, *kind.more_columns, *sorted({*costs, *needed}))
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*columns, "dataset", "place")}
     drops: list[Counter[str]] = [Counter() for _ in index.datasets]
     total = 0

@@ -16,14 +16,11 @@ FAR = 6.0
 """Steps that miss the fit by so many median errors did something else: a checkpoint, an evaluation, a compilation."""
 
 
-def fit_report(path: Path) -> dict[str, Any]:
-    """Fits the seconds of a run's steps to what their packs cost, on the rank that takes longest: so much for each unit
-    of vision and of language, and a constant, none negative, by least squares. ``path`` is the directory of the metrics
-    of a run, or the file of a rank; where runs of other numbers of ranks wrote there before, those of the last count. A
-    run replaces the steps of one before from its own first pack on. Returns ``vision``, ``language``: seconds per unit
-    of cost; ``constant``: seconds; ``r_squared``, ``median_error`` as a share of a step, ``steps`` and ``left_out``
-    (steps that took far longer than the fit says), ``ranks``. Raises UserError: there are no metrics, of an older
-    version, or too few steps."""
+def measured_steps(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """What the packs of a run's steps cost and how long they took: ``[S, R, 2]`` of vision and language on each rank,
+    and ``[S]`` seconds, both float64. ``path`` is the directory of the metrics of a run, or the file of a rank; where
+    runs of other numbers of ranks wrote there before, those of the last count. A run replaces the steps of one before
+    from its own first pack on. Raises UserError: there are no metrics, or of an older version."""
     files = sorted(path.glob("rank*.jsonl")) if path.is_dir() else [path]
     # (ranks of the run, pack) -> file -> vision, language, seconds
     steps: dict[tuple[int, int], dict[int, tuple[float, float, float]]] = defaultdict(dict)
@@ -55,14 +52,23 @@ def fit_report(path: Path) -> dict[str, Any]:
         raise UserError(f"The metrics {path} cannot be read ({error.strerror}).") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has no costs and times of steps; write metrics with this version.") from error
-    if len(found) < LEAST_STEPS:
+    return found[:, :, :2], found[:, :, 2].mean(axis=1)
+
+
+def fit_report(path: Path) -> dict[str, Any]:
+    """Fits the seconds of `measured_steps` to what their packs cost, on the rank that takes longest: so much for each
+    unit of vision and of language, and a constant, none negative, by least squares. Returns ``vision``, ``language``:
+    seconds per unit of cost; ``constant``: seconds; ``r_squared``, ``median_error`` as a share of a step, ``steps`` and
+    ``left_out`` (steps that took far longer than the fit says), ``ranks``. Raises UserError: as `measured_steps`, or
+    too few steps."""
+    costs, seconds = measured_steps(path)
+    if len(seconds) < LEAST_STEPS:
         fix = f"a fit needs {LEAST_STEPS}; give the metrics.directory of a longer run."
-        raise UserError(f"{path} has {len(found)} steps whose time all ranks know, and {fix}")
-    costs, seconds = found[:, :, :2], found[:, :, 2].mean(axis=1)
-    slope, kept = np.ones(2), np.ones(len(found), dtype=bool)
+        raise UserError(f"{path} has {len(seconds)} steps whose time all ranks know, and {fix}")
+    slope, kept = np.ones(2), np.ones(len(seconds), dtype=bool)
     for _ in range(8):
-        slowest = costs[np.arange(len(found)), (costs @ slope).argmax(axis=1)]
-        columns = np.column_stack([slowest, np.ones(len(found))])
+        slowest = costs[np.arange(len(seconds)), (costs @ slope).argmax(axis=1)]
+        columns = np.column_stack([slowest, np.ones(len(seconds))])
         fitted = _non_negative(columns[kept], seconds[kept])
         slope, errors = fitted[:2], np.abs(columns @ fitted - seconds)
         kept = errors <= FAR * max(float(np.median(errors)), 1e-9)
@@ -73,7 +79,7 @@ def fit_report(path: Path) -> dict[str, Any]:
         "median_error": float(np.median(errors[kept] / seconds[kept])),
         "steps": int(kept.sum()),
         "left_out": int((~kept).sum()),
-        "ranks": len(ranks),
+        "ranks": costs.shape[1],
     }
 
 

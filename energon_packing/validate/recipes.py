@@ -278,7 +278,7 @@ def view_of(
             "head_dim": widest,
             "value_dim": value_dim,
             "model_tokens": run_facts.TokenFacts(
-                size=_embedding_rows(model),
+                size=embedding_rows(model),
                 placeholders=run_facts.numbers(ids),
                 geometry=run_facts.model_geometry(getattr(model, "vision_config", None), model),
             ),
@@ -291,7 +291,7 @@ def view_of(
             **{name: any(getattr(part, name, False) for part in (model, source.comm_overlap)) for name in _OVERLAPS},
             "megatron_fsdp": any(getattr(part, "use_megatron_fsdp", False) for part in (source.ddp, source.dist)),
             "fp8_recipe": _fp8_recipe(container),
-            "memory": memory_of(container, final, vocabulary=_embedding_rows(model), world_size=world_size),
+            "memory": memory_of(container, final, vocabulary=embedding_rows(model), world_size=world_size),
             "has_weights": bool(weights or (load and ("://" in load or Path(load).is_dir()))),
         }
         | getattr(dataset, "run_facts", dict)()
@@ -359,7 +359,7 @@ def finalised(model: Any) -> Any:
     return changed
 
 
-def _embedding_rows(model: Any) -> int | None:
+def embedding_rows(model: Any) -> int | None:
     """The vocabulary, as ``GPTModelProvider.provide`` pads it where a run took its size from the tokenizer."""
     size = getattr(model, "vocab_size", None)
     if not size or not getattr(model, "should_pad_vocab", False):

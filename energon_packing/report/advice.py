@@ -1,0 +1,607 @@
+"""Advice before GPUs are paid for: how a Bridge recipe should share so many GPUs for the samples of an index, or the
+packs of a plan, with what each layout would take.
+
+A step is simulated: its packs cost what `energon_packing.packing.model_cost` counts, at the share of a GPU's peak that
+published runs reach, and what ranks send each other comes on top; `energon_packing.packing.pipeline` says who waits.
+Memory is that of ``validate``. Nothing here has measured the run itself; metrics of one that has scale all of it.
+"""
+
+import copy
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_packing.config import ParallelConfig, RunConfig
+from energon_packing.errors import UserError, refuse
+from energon_packing.offline.data_paths import is_index, is_plan
+from energon_packing.offline.index import Index
+from energon_packing.offline.order import balanced_order
+from energon_packing.offline.plan import Plan
+from energon_packing.packing.balance import LINEAR, PATCH
+from energon_packing.packing.model_cost import PARTS, ModelCost, model_cost
+from energon_packing.packing.pipeline import Layout, simulate, stage_costs
+from energon_packing.report.stats import NEGLIGIBLE_FILL, WINDOWS, Dealt
+from energon_packing.report.stats_samples import StatsSamples, samples_of_index
+from energon_packing.report.steps import measured_steps
+from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.validate.memory import GB, HUGGING_FACE_TOWER, Memory, memory_of
+from energon_packing.validate.recipes import embedding_rows, finalised
+from energon_packing.validate.rules.kernels import machine_of
+from energon_packing.validate.rules.rule import violations
+from energon_packing.validate.run_source import ContainerRun, run_source
+
+FIELDS = ("memory", "tflops", "bandwidth", "link", "network", "node", "reached", "price")
+GPUS: dict[str, tuple[float, ...]] = {
+    "a100": (80, 312, 2.0, 300, 25, 8, 0.58),
+    "h100": (80, 989, 3.35, 450, 50, 8, 0.46),
+    "h200": (141, 989, 4.8, 450, 50, 8, 0.46),
+    "b200": (180, 2250, 7.7, 900, 50, 8, 0.46),
+    "gb200": (186, 2500, 8.0, 900, 50, 72, 0.46),
+    "l40s": (48, 362, 0.864, 32, 25, 8, 0.46),
+}
+"""GPU -> memory in GB, dense bfloat16 TFLOP/s, TB/s of its memory, GB/s each way to a GPU of its node and to one of
+another, and GPUs of a node: from NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, GB200 NVL72 and
+L40S (PCIe), halved where they count sparsity or both ways; between nodes, the network of the DGX that it is sold in.
+Then the share of the peak that dense layers reach, norms and all included, in the runs of `ERRORS`."""
+COMPARED = ("a100", "h100")  # of these, those with runs of dense models; the others are taken to be like an H100
+EXPERT, VISION, BYTES = 0.5, 0.7, 2
+"""What experts and vision encoders reach of the share of dense layers; bytes of a number that is sent."""
+HOST = 3.5e-4  # seconds in which the host launches the kernels of a layer, both ways: no layer takes less
+ERRORS = {"text": 0.17, "experts": 0.63, "images": 0.62}
+"""How wrong the seconds of a step were at most for published runs of dense text, with experts, with images, as
+``scripts/bench.py advice`` prints them; and 0.19 for ratios of layouts, scaled to one of them."""
+UNLIKELY = 3.0  # no published run took so many times as long as foretold by its products
+ROOM = 0.9
+"""Of a GPU's memory that an estimate may take: all but one of the same runs took 6 to 16 GiB more than it."""
+MOST_SAMPLES, STEPS, REPLICAS, SHOWN = 20_000, 3, 8, 8
+"""Samples that are packed, steps and replicas that are simulated, and layouts that are shown."""
+AGAIN: dict[str, tuple[str | None, str | None, int | None]] = {
+    "none": (None, None, None),
+    "inside": ("selective", None, None),
+    "all layers": ("full", "uniform", 1),
+}
+"""What is recomputed: nothing, feed-forward parts or experts, or all layers -> granularity, method, layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpus:
+    """GPUs of a run, in the units of `GPUS`; ``price`` of one for an hour, if known."""
+
+    name: str
+    count: int
+    memory: float
+    tflops: float
+    bandwidth: float
+    link: float
+    network: float
+    node: int
+    reached: float
+    price: float | None = None
+
+    @classmethod
+    def of(cls, text: str, changes: str = "") -> "Gpus":
+        """Of ``8xh100``, and ``price=2.5,memory=94`` that changes it. Raises ConfigError: it is not of this form."""
+        count, separator, name = text.lower().partition("x")
+        form = f"give a number and one of {', '.join(GPUS)}, such as 8xh100, and what differs in --gpu."
+        known = bool(separator) and count.isdecimal() and int(count) > 0 and name in GPUS
+        refuse((not known, f"--gpus is {text!r}; {form}"))
+        values: dict[str, Any] = dict(zip(FIELDS, GPUS[name], strict=False))
+        for each in filter(None, changes.split(",")):
+            key, _, value = (part.strip() for part in each.partition("="))
+            number = float(value) if value.replace(".", "", 1).isdecimal() else 0.0
+            most = {"reached": 1.0}.get(key, np.inf)
+            wrong = key not in FIELDS or not 0 < number <= most or (key == "node" and number % 1 > 0)
+            refuse((wrong, f"--gpu has {each!r}; give NAME=NUMBER above 0, with a name of {', '.join(FIELDS)}."))
+            values[key] = int(number) if key == "node" else number
+        return cls(name=name, count=int(count), **values)
+
+    def between(self, ranks: int, stride: int = 1, *, single: bool = False) -> float:
+        """Bytes per second that each of so many ranks, ``stride`` apart, sends to the next of a ring. Collectives leave
+        a node by the network cards of all members there, a ``single`` ring by one."""
+        inside = max(1, self.node // stride)
+        away = self.network * (1 if single else inside)
+        return 1e9 * (self.link if ranks <= inside else min(self.link, away))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a model's packs on GPUs, in the layout of its provider after ``finalize()``; ``world`` are all ranks,
+    ``scale`` measured seconds by those foretold."""
+
+    model: Any
+    gpus: Gpus
+    cost: ModelCost
+    world: int
+    scale: float = 1.0
+    host: float = HOST
+
+    def measured(self, seconds: float, foretold: float, rows: float) -> "StepTime":
+        """Scaled to a step of ``seconds``, in which a rank had so many ``rows``, by what was foretold of it; or, where
+        no product can take so long, with a host that does, in every row and layer alike."""
+        if seconds <= UNLIKELY * foretold:
+            return dataclasses.replace(self, scale=seconds / foretold)
+        return dataclasses.replace(self, host=seconds / rows / self.model.num_layers)
+
+    def packs(self, vision: np.ndarray, language: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Seconds ``[M, 2]`` of vision and language, in all pipeline stages, of packs of so many operations ``[M]``
+        float64 and ``tokens`` ``[M]``, padding included: of products, repeated ones too, and of what tensor-, context-
+        and expert-parallel ranks send for them, which is taken to hide behind nothing."""
+        model, peak = self.model, self.gpus.tflops * 1e12 * self.gpus.reached
+        tensor, context, layers = model.tensor_model_parallel_size, model.context_parallel_size, model.num_layers
+        full, experts = model.recompute_granularity == "full", bool(model.num_moe_experts)
+        again = inner = 0.0
+        if model.recompute_granularity or experts:
+            forward = model_cost(model, frozen=PARTS)
+            assert forward is not None  # as the cost of the model is known
+            width = model.moe_ffn_hidden_size * model.moe_router_topk if experts else model.ffn_hidden_size
+            inside = 2 * (2 + model.gated_linear_unit) * model.hidden_size * width * layers
+            inner = inside / forward.language["tokens"]
+            again = {"full": forward.language["tokens"], "selective": inside}.get(
+                model.recompute_granularity or "", 0.0
+            )
+        slower = 1 + inner * (1 / EXPERT - 1) if experts else 1.0
+        seconds = (language + again * tokens) * slower / (tensor * context * peak)
+        # Gathered and scattered around attention, and a dense feed-forward part, in each pass; an all-reduce is both.
+        passes, stream = 6 if full else 4, BYTES * model.hidden_size * layers
+        sent = passes * (1 if experts else 2) * stream * (tensor - 1) / tensor / self.gpus.between(tensor)
+        sent += self._to_experts(passes * stream) if experts else 0.0
+        # Keys and values pass all ranks of a ring, in the backward pass with their gradients.
+        groups = max(model.num_query_groups or model.num_attention_heads, tensor) / tensor
+        ring = 3 * 2 * BYTES * groups * model.kv_channels * layers * (context - 1)
+        sent += ring / self.gpus.between(context, tensor, single=True)
+        seconds = np.maximum(self.scale * (seconds + sent * tokens / context), self.host * layers)
+        ours = type(model).__name__ != HUGGING_FACE_TOWER
+        parts = (tensor if ours else 1) * (context if getattr(model, "vision_dp_when_cp", False) else 1)
+        towers = vision * (4 / 3 if full and ours else 1) / (VISION * peak * parts)
+        return np.stack([self.scale * towers, seconds], axis=1)
+
+    def _to_experts(self, stream: float) -> float:
+        """Seconds per token of a rank for ``stream`` bytes to each of its experts' ranks, once to each other node."""
+        model, node = self.model, self.gpus.node
+        ranks, most = model.expert_model_parallel_size, min(model.moe_router_topk, model.expert_model_parallel_size)
+        away = min(most, ranks // node) * (1 - node / ranks) if ranks > node else 0.0
+        spread = model.tensor_model_parallel_size if model.sequence_parallel else 1
+        return stream * (most * (ranks - 1) / ranks / self.gpus.link + away / self.gpus.network) / 1e9 / spread
+
+    def after(self, memory: Memory, backward: float, *, spread: bool, overlaps: bool) -> float:
+        """Seconds of a step after its packs: gradients are summed over replicas, behind the last ``backward`` pass if
+        that ``overlaps``, the optimizer reads and writes its state, and weights are gathered if it is ``spread``."""
+        tensor = self.model.tensor_model_parallel_size
+        ranks = self.world // (tensor * self.model.pipeline_model_parallel_size)
+        sent = (memory.gradients * (1 if spread else 2) + memory.weights * spread) * (ranks - 1) / ranks
+        states = (2 * memory.optimizer + 2 * memory.gradients + memory.weights) / self.gpus.bandwidth / 1e12
+        return max(sent / self.gpus.between(ranks, tensor) - overlaps * backward, 0.0) + states
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packs:
+    """Packs of a row length and an alignment."""
+
+    operations: np.ndarray  # ``[P, 2]`` float64, of vision and language, padding included
+    tokens: np.ndarray  # ``[P]`` int64 or float64, without padding
+    aligned: np.ndarray  # ``[P]``, the same with it
+    epoch: float  # tokens of a pass over all data
+    lost: float = 0.0  # share of the tokens that no row has
+    ordered: bool = False  # whether they are in the order of a plan
+
+
+def packs_of_index(samples: StatsSamples, run: RunConfig, cost: ModelCost, *, seed: int) -> Packs:
+    """Packs of the samples of an index, or of `MOST_SAMPLES` drawn from it, as a plan makes them. Raises ConfigError:
+    no sample fits a row."""
+    dealt, random = Dealt(dataclasses.replace(samples, remeasure=None), run), np.random.default_rng(seed)
+    multiple, kept = run.parallel.multiple, dealt.kept.sizes
+    refuse((not len(kept), f"No sample fits a row of {run.packing.seq_length} tokens; give another --seq-length."))
+    chosen = random.permutation(len(kept))[:MOST_SAMPLES]
+    sizes, packs = kept.take(chosen), [*dealt.packs(chosen, None, steady=False, once=True)]
+    aligned = [-(-each // multiple) * multiple for each in (sizes.length, sizes.second)]
+    costs = cost.costs(dataclasses.replace(sizes, length=aligned[0], second=aligned[1]))
+    starts = np.cumsum([0, *map(len, packs[:-1])])
+    columns = np.stack([*costs, sizes.tokens, sum(aligned)])[:, np.concatenate(packs)]
+    *both, tokens, padded = np.add.reduceat(columns, starts, axis=1)
+    operations, lost = np.stack(both, axis=1) * float(cost.unit), dealt.lost_share(samples)[0]
+    return Packs(operations=operations, tokens=tokens, aligned=padded, lost=lost, epoch=dealt.tokens)
+
+
+def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int, float]:
+    """The smallest window, of the run's and `WINDOWS`, that fills rows as those of the others do, and its fill."""
+    dealt, random = Dealt(dataclasses.replace(samples, remeasure=None), run), np.random.default_rng(seed)
+    stream, fills = random.permutation(len(dealt.kept))[:MOST_SAMPLES], dict[int, float]()
+    for window in sorted({run.packing.window, *WINDOWS}):
+        packs = [*dealt.packs(stream, window, steady=True, once=True)] or [np.arange(len(stream))]
+        tokens = dealt.tokens_of[stream[np.concatenate(packs)]].sum()
+        fills[window] = float(tokens / (len(packs) * run.packing.seq_length))
+    most = max(fills.values()) - NEGLIGIBLE_FILL
+    return next(each for each in fills.items() if each[1] >= most)
+
+
+def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
+    """The packs of a plan, with its mean number of tokens in each."""
+    facts, row = plan.facts, int(plan.facts.decided["seq_length"])
+    known = bool(facts.config.get("packing", {}).get("cost_model"))
+    operations = plan.costs(0, len(plan)) * _operations(cost, known=known)
+    tokens, aligned = (np.full(len(plan), row * float(facts.summary[name])) for name in ("fill", "aligned_fill"))
+    return Packs(
+        operations=operations, tokens=tokens, aligned=aligned, epoch=float(tokens.sum()) / facts.epochs, ordered=True
+    )
+
+
+def _operations(cost: ModelCost, *, known: bool) -> np.ndarray:
+    """Operations of a unit of vision and of language ``[2]``, counted by the model or, if it is not ``known``, by
+    `pack_cost`: tokens have their mean share of attention there, and patches none."""
+    patch, token = cost.vision.get("patches", 0.0) / PATCH, cost.token * cost.unit / LINEAR
+    return np.full(2, float(cost.unit)) if known else np.array([patch, token])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One layout: what it sets, and what follows."""
+
+    settings: Mapping[str, Any]  # overrides of Bridge -> value
+    container: Any
+    model: Any  # its provider after ``finalize()``
+    replicas: int
+    memory: Memory | None
+    again: str  # of `AGAIN`
+
+    @classmethod
+    def of(cls, container: Any, gpus: Gpus, settings: Mapping[str, Any], again: str = "as it is") -> "Choice":
+        """A recipe with these settings, which stays as it is."""
+        changed = copy.copy(container)
+        for section in ("model", "train", "dataset"):
+            setattr(changed, section, copy.copy(getattr(container, section)))
+        for path, value in settings.items():
+            section, _, name = path.partition(".")
+            setattr(getattr(changed, section), name, value)
+        model = finalised(changed.model)
+        ranks = model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
+        memory = memory_of(changed, model, vocabulary=embedding_rows(changed.model), world_size=gpus.count)
+        return cls(
+            settings=settings,
+            container=changed,
+            model=model,
+            replicas=max(1, gpus.count // ranks),
+            memory=memory,
+            again=again,
+        )
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row."""
+        return int(self.model.seq_length)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a global batch."""
+        return int(self.container.train.global_batch_size)
+
+    @property
+    def multiple(self) -> int:
+        """Tokens to whose multiple samples are padded."""
+        sizes = self.model.tensor_model_parallel_size, self.model.context_parallel_size, self.model.sequence_parallel
+        return alignment_multiple(*sizes, self.container.dist.eval_context_parallel_size)
+
+    @property
+    def layout(self) -> str:
+        """For example ``TP 2 SP EP 8 DP 4``."""
+        sizes = {"TP": "tensor_model", "CP": "context", "PP": "pipeline_model", "EP": "expert_model"}
+        found = {name: getattr(self.model, f"{kind}_parallel_size") for name, kind in sizes.items()}
+        told = [
+            f"{name} {size}" + " SP" * (name == "TP" and self.model.sequence_parallel)
+            for name, size in found.items()
+            if size > 1
+        ]
+        return " ".join([*told, f"DP {self.replicas}"])
+
+    @property
+    def stages(self) -> Layout:
+        """The pipeline."""
+        return Layout(self.model.pipeline_model_parallel_size, self.model.virtual_pipeline_model_parallel_size or 1)
+
+    @property
+    def overrides(self) -> list[str]:
+        """What it changes of the recipe, as Hydra takes it."""
+        return [
+            f"{path}={json.dumps(value, separators=(',', ':')).replace('"', '')}"
+            for path, value in self.settings.items()
+        ]
+
+    def after(self, time: StepTime, seconds: np.ndarray) -> float:
+        """`StepTime.after` packs that take `seconds` ``[..., 2]``; 0 where memory is not known."""
+        ddp, optimizer = self.container.ddp, self.container.optimizer
+        spread = bool(ddp.use_distributed_optimizer or optimizer.use_distributed_optimizer)
+        backward = 2 / 3 * float(seconds.sum(axis=-1).mean()) / self.stages.ranks
+        overlaps = bool(ddp.overlap_grad_reduce)
+        return 0.0 if self.memory is None else time.after(self.memory, backward, spread=spread, overlaps=overlaps)
+
+
+def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]:
+    """All layouts of a recipe on so many GPUs that its heads, layers and experts allow, in rows of these lengths, with
+    about as many tokens in a global batch as the recipe has, and one row at a time."""
+    model, experts = container.model, container.model.num_moe_experts
+    tokens = container.train.global_batch_size * model.seq_length
+    powers = [1 << at for at in range(gpus.count.bit_length())]
+    heads = int(np.gcd(model.num_attention_heads, model.num_query_groups or model.num_attention_heads))
+    tensors = [(each, both) for each in powers if each <= gpus.node and heads % each == 0 for both in {False, each > 1}]
+    stages = [each for each in powers if model.num_layers % each == 0]
+    spreads = [each for each in powers if experts % each == 0] if experts else [1]
+    for (tensor, sequence), stage, context, spread, again, row in product(
+        tensors, stages, powers, spreads, AGAIN, rows
+    ):
+        replicas, left = divmod(gpus.count, tensor * stage * context)
+        count = max(1, round(tokens / row / max(replicas, 1))) * replicas
+        inside = spread * (model.expert_tensor_parallel_size or 1)
+        if left or not replicas or gpus.count // stage % inside or not 2 / 3 <= count * row / tokens <= 1.5:
+            continue
+        granularity, method, number = AGAIN[again]
+        settings: dict[str, Any] = {
+            "model.tensor_model_parallel_size": tensor,
+            "model.context_parallel_size": context,
+            "model.pipeline_model_parallel_size": stage,
+            "model.virtual_pipeline_model_parallel_size": None,
+            **({"model.expert_model_parallel_size": spread} if experts else {}),
+            "model.sequence_parallel": sequence,
+            "model.recompute_granularity": granularity,
+            "model.recompute_method": method,
+            "model.recompute_num_layers": number,
+            **({"model.recompute_modules": ["moe" if experts else "mlp"]} if again == "inside" else {}),
+            "model.seq_length": row,
+            "dataset.seq_length": row,
+            "train.global_batch_size": count,
+            "train.micro_batch_size": 1,
+        }
+        choice = Choice.of(
+            container,
+            gpus,
+            {
+                path: value
+                for path, value in settings.items()
+                if getattr(getattr(container, path.partition(".")[0]), path.partition(".")[2], None) != value
+            },
+            again,
+        )
+        if row % choice.multiple == 0:
+            yield choice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Foretold:
+    """What a layout would take."""
+
+    step: float  # seconds
+    tokens: float  # real ones per second, of all GPUs
+    bubble: float  # share of a replica's time in which its pipeline stages wait for each other
+    imbalance: float  # share of a step in which replicas wait for the slowest
+    of_peak: float  # operations of packs per second, of the peak of all GPUs
+
+
+def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> Foretold:
+    """Simulates steps of a layout, whose replicas take packs in turn: in their order, or in that of a plan for them.
+    Replicas are a part of all, at equal distances."""
+    rows, replicas, count = choice.rows, choice.replicas, STEPS * choice.rows
+    chosen = np.arange(len(packs.tokens))
+    if not packs.ordered:
+        chosen = np.random.default_rng(seed).permutation(chosen)[: max(count, 32 * replicas)]
+    chosen = np.resize(chosen, max(count, len(chosen)))
+    seconds = time.packs(packs.operations[chosen, 0], packs.operations[chosen, 1], packs.aligned[chosen])
+    if not packs.ordered:
+        order = balanced_order(seconds, group=replicas, before=np.zeros((0, 2)), seed=[seed])
+        chosen, seconds = chosen[order], seconds[order]
+    own = np.unique(np.linspace(0, replicas - 1, min(replicas, REPLICAS)).astype(int)).tolist()
+    lasted, bubbles = np.zeros((STEPS, len(own))), np.zeros((STEPS, len(own)))
+    for step, (at, rank) in product(range(STEPS), enumerate(own)):
+        costs = stage_costs(seconds[step * rows + rank : (step + 1) * rows : replicas], choice.stages)
+        lasted[step, at], _, bubbles[step, at], _ = simulate(*costs, choice.stages)
+    took, first = lasted.max(axis=1) + choice.after(time, seconds), chosen[:count]
+    peak = time.gpus.tflops * 1e12 * time.gpus.count
+    return Foretold(
+        step=float(took.mean()),
+        tokens=float(packs.tokens[first].sum() / took.sum()),
+        bubble=max(float(bubbles.mean()), 0.0),
+        imbalance=max(1 - float(lasted.mean() / lasted.max(axis=1).mean()), 0.0),
+        of_peak=float(packs.operations[first].sum() / took.sum() / peak),
+    )
+
+
+def calibrated(time: StepTime, choice: Choice, path: Path) -> StepTime:
+    """A time scaled to the metrics of a run with this layout (its median step), whose packs are taken to be alike.
+    Raises UserError: as `measured_steps`; there is no step, or none so long as what comes after packs."""
+    costs, seconds = measured_steps(path)
+    refuse((not len(seconds), f"{path} has no step whose time all ranks know; give the metrics of a longer run."))
+    count = max(1, choice.rows // costs.shape[1])
+    known = bool(getattr(getattr(choice.container.dataset, "packing", None), "cost_model", ""))
+    vision, language = (costs * _operations(time.cost, known=known)).reshape(-1, 2).T / count
+    each = time.packs(vision, language, language / (time.cost.token * time.cost.unit)).reshape(costs.shape)
+    slowest = each[np.arange(len(each)), each.sum(axis=2).argmax(axis=1)]
+    same = np.tile(np.median(slowest, axis=0), (count, 1))
+    measured = float(np.median(seconds)) - choice.after(time, each)
+    refuse(
+        (measured <= 0, f"Steps of {path} are shorter than --gpus can be; they are of other GPUs or another recipe.")
+    )
+    foretold = simulate(*stage_costs(same, choice.stages), choice.stages).makespan
+    return time.measured(measured, foretold, count + choice.stages.ranks - 1)
+
+
+def advice_report(
+    source: ContainerRun,
+    gpus: Gpus,
+    cost: ModelCost,
+    packs_of: Callable[[int, int], Packs],
+    rows: Sequence[int],
+    *,
+    multiple: int = 0,
+    fit: Path | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The layouts of a recipe that take least time for an epoch, of those that fit the GPUs and break no rule of
+    ``validate``; ``packs_of`` gives the packs of a row length and an alignment, which divides ``multiple`` if that is
+    set. Returns ``choices``, fastest first, and ``own``, the recipe as it is, as plain values; ``layouts`` that were
+    tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of `StepTime`, whether they are
+    ``measured``, the largest ``error`` of such models, and ``warnings``. Raises UserError: no layout is left; as
+    `calibrated`."""
+    container, packed = source.container, cache(packs_of)
+    own = Choice.of(container, gpus, {})
+    time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
+    time = time if fit is None else calibrated(time, own, fit)
+
+    def found(choice: Choice) -> Foretold:
+        changed = dataclasses.replace(time, model=choice.model)
+        return foretell(choice, packed(choice.row, choice.multiple), changed, seed=seed)
+
+    tried, refused, shown = dict[Any, tuple[Foretold, Choice]](), Counter[str](), list[dict[str, Any]]()
+    possible = [each for each in choices(container, gpus, rows) if not multiple or multiple % each.multiple == 0]
+    fits = [each for each in possible if each.memory is None or each.memory.total <= ROOM * gpus.memory * GB]
+    for choice in fits:  # what `finalize()` makes alike is tried once
+        tried.setdefault((choice.layout, choice.again, choice.row), (found(choice), choice))
+    used = {each: 1 - packed(*each).lost for each in {(choice.row, choice.multiple) for choice in fits}}
+    for told, choice in sorted(tried.values(), key=lambda it: -it[0].tokens * used[it[1].row, it[1].multiple]):
+        if len(shown) == SHOWN:
+            break
+        if said := objections(source, choice.overrides, gpus, ask=not shown):
+            refused.update(said)
+        else:
+            shown.append(_told(told, choice, packed(choice.row, choice.multiple), gpus))
+    if not shown:
+        reasons = [f"{len(possible) - len(fits)} of {len(possible)} layouts need more than {ROOM:.0%} of the memory"]
+        reasons += [f"{name} refuses {count}" for name, count in refused.most_common(3)]
+        raise UserError(
+            f"{source.name} fits {gpus.count} x {gpus.name} in no way: {', '.join(reasons)}; take more GPUs."
+        )
+    kind = "experts" if own.model.num_moe_experts else "images" if cost.vision else "text"
+    return {
+        "recipe": source.name,
+        "gpus": dataclasses.asdict(gpus),
+        "choices": shown,
+        "own": _told(found(own), own, packed(own.row, multiple or own.multiple), gpus),
+        **{"layouts": len(possible), "too_large": len(possible) - len(fits), "refused": dict(refused)},
+        **{"measured": fit is not None, "scale": time.scale, "host": time.host, "error": ERRORS[kind]},
+        "warnings": [] if fit else [*_uncompared(own, gpus, kind, max(rows))],
+    }
+
+
+def _uncompared(own: Choice, gpus: Gpus, kind: str, longest: int) -> Iterator[str]:
+    """Sentences about what no published run confirms."""
+    if gpus.name not in COMPARED:
+        yield f"No dense model was compared on {gpus.name}: it is taken to reach {gpus.reached:.0%} of its peak."
+    if kind != "text":
+        yield f"Published runs with {kind} took up to {1 / (1 - ERRORS[kind]):.1f} times as long as foretold."
+    if own.memory is None:
+        yield "The memory of this model or precision is not known here: what is foretold may not fit a GPU."
+    if gpus.count > 64:
+        yield f"Runs of up to 64 GPUs were compared, not of {gpus.count}: the network may be slower."
+    if longest > 32768:
+        yield f"Rows of up to 32,768 tokens were compared, not of {longest:,}."
+
+
+def objections(source: ContainerRun, changes: Sequence[str], gpus: Gpus, *, ask: bool) -> list[str]:
+    """The rules that a recipe with these overrides breaks, and, if to ``ask``, what Bridge's ``validate()`` says
+    against it; missing weights apart."""
+    weights = source.container.checkpoint.pretrained_checkpoint and "checkpoint.pretrained_checkpoint=null"
+    changes = (*changes, *([weights] if weights else []))
+    changed = dataclasses.replace(source, container=copy.deepcopy(source.container), overrides=changes)
+    view = changed.view().changed(gpu_memory=round(gpus.memory * GB), machine=machine_of(gpus.name, ""))
+    found = [each.rule.id for each in violations(view)]
+    if found or not ask:
+        return found
+    verdict = changed.verdict()
+    return [f"Megatron-Bridge: {verdict.message}"] if verdict.accepted is False else []
+
+
+def _told(found: Foretold, choice: Choice, packs: Packs, gpus: Gpus) -> dict[str, Any]:
+    """One layout as plain values: seconds, bytes of the fullest GPU, and GPU hours and price of an epoch."""
+    seconds = packs.epoch / found.tokens
+    hours = seconds * gpus.count / 3600
+    return {
+        **{"layout": choice.layout, "recompute": choice.again, "seq_length": choice.row, "multiple": choice.multiple},
+        **{"global_batch_size": choice.rows, "micro_batches": choice.rows // choice.replicas, "lost": packs.lost},
+        **dataclasses.asdict(found),
+        "memory": None if choice.memory is None else choice.memory.parts | {"total": choice.memory.total},
+        **{"steps": seconds / found.step, "gpu_hours": hours, "price": gpus.price and gpus.price * hours},
+        "overrides": choice.overrides,
+    }
+
+
+def advice_of(
+    path: Path, recipe: str, gpus: Gpus, *, rows: Sequence[int] = (), fit: Path | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """`advice_report` for the samples of an index, or the packs of a plan; by default for rows of the recipe's length
+    and twice that, and with the ``window`` that an online run needs and its ``fill``. Raises UserError: as that; there
+    is no index or plan, or it is of clips; ConfigError: the recipe cannot be read, or has another data set than ours.
+    """
+    source, known = run_source((recipe,), world_size=gpus.count), is_index(path) or is_plan(path)
+    refuse((not known, f"{path} is no index and no plan; make an index with `energon-packing measure`."))
+    if not isinstance(source, ContainerRun):
+        raise UserError(
+            f"{recipe} is no recipe of Bridge; --advise takes module:function, or a YAML that Bridge wrote."
+        )
+    from energon_packing.bridge.dataset import cost_of_run  # Bridge can be imported now
+
+    run, _ = source.measured()
+    if (cost := cost_of_run(source.container)) is None:
+        raise UserError(f"The layers of {type(source.container.model).__name__} are not known here: no advice for it.")
+    if is_plan(path):
+        packs, decided = packs_of_plan(plan := Plan.open(path), cost), plan.facts.decided
+        row, multiple = int(decided["seq_length"]), int(decided["multiple"])
+        refuse((bool(rows) and [*rows] != [row], f"{path} has rows of {row} tokens; leave out --seq-length."))
+        return advice_report(source, gpus, cost, lambda *_: packs, [row], multiple=multiple, fit=fit, seed=seed)
+    index, lacks = Index.open(path), list[str]()
+    try:
+        samples = samples_of_index(index, str(path), needed=cost.needed)
+    except UserError:  # most are measured without the columns
+        samples = samples_of_index(index, str(path))
+        lacks = [f"{path} was measured without packing.cost_model: attention inside images is not counted."]
+        vision = {name: each for name, each in cost.vision.items() if name not in cost.needed}
+        cost = dataclasses.replace(cost, vision=vision, language={**cost.language, "visual": 0.0})
+    refuse(("text_tokens" in samples.columns, f"{path} is an index of clips; there is no advice for them."))
+
+    def of(row: int, multiple: int) -> RunConfig:
+        packing = dataclasses.replace(run.packing, seq_length=row, cost_model="", cost_frozen=())
+        parallel = ParallelConfig(tensor_parallel=multiple, sequence_parallel=multiple > 1)
+        return dataclasses.replace(run, packing=packing, parallel=parallel)
+
+    report = advice_report(
+        source,
+        gpus,
+        cost,
+        lambda row, multiple: packs_of_index(samples, of(row, multiple), cost, seed=seed),
+        rows or [run.packing.seq_length, 2 * run.packing.seq_length],
+        fit=fit,
+        seed=seed,
+    )
+    best = report["choices"][0]
+    window, fill = window_of(samples, of(best["seq_length"], best["multiple"]), seed=seed)
+    best["overrides"] += [f"dataset.packing.window={window}"] * (window != run.packing.window)
+    return report | {"window": window, "fill": fill, "warnings": [*report["warnings"], *lacks]}
+
+
+def sentences(report: Mapping[str, Any]) -> Iterator[str]:
+    """How the figures of a report were made, and how wrong they may be."""
+    gpus, best, own = report["gpus"], report["choices"][0], report["own"]
+    yield (
+        f"{report['layouts']} layouts of {gpus['count']} x {gpus['name']}: {report['too_large']} need more than "
+        f"{ROOM:.0%} of {gpus['memory']:.0f} GB, and {sum(report['refused'].values())} of the fastest break a "
+        f"rule. The first pads samples to a multiple of {best['multiple']} and takes {best['step']:.3g} s a step, {best['of_peak']:.1%} of "
+        f"the peak, and {best['steps']:,.0f} steps an epoch. The recipe as it is has "
+        f"{own['tokens'] / best['tokens']:.0%} of its tokens a second."
+    )
+    how = f"products at {gpus['reached']:.0%} of {gpus['tflops']:.0f} TFLOP/s, links of {gpus['link']:.0f} and "
+    how += f"{gpus['network']:.0f} GB/s; the seconds of published runs were up to {report['error']:.0%} off"
+    if report["measured"]:
+        how = f"{report['scale']:.3g} times what products and links take, at least {1000 * report['host']:.3g} ms a "
+        how += "layer and row, as measured: right for the recipe as it is, the less for others the more they differ"
+    yield f"Tokens, bubble and waiting for the slowest replica are of {STEPS} simulated steps: {how}."
+    yield (
+        "GB are an estimate for rows as full of images as they may be; CUDA, NCCL and fragments come on top, 6 to 16 "
+        "GiB in published runs. GPU hours and price are of an epoch without saving, evaluating and waiting for data."
+    )
+    if best["memory"]:
+        yield "The first: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in best["memory"].items()) + " GB."
+    if "window" in report:
+        yield f"Packs are those of a plan; online, a window of {report['window']} fills rows to {report['fill']:.2%}."

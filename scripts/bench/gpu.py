@@ -373,7 +373,7 @@ def fit_cost(run: Run) -> dict[str, Any]:
         convert(ConvertConfig(sources=(work / "text",), out=text, split={"train": 1.0}, workers=0))
         job = TrainJob(
             rows="packs", data="", processor=str(processor_path("qwen3_vl")), family="qwen3_vl",
-            seq_length=max(lengths), window=256, micro_batch_size=1, passes=1 if run.tiny else 2,
+            seq_length=max(lengths), window=256, micro_batch_size=1, passes=1,
             pixels=train.PIXELS if run.tiny else train.SMALL_PIXELS, small=not run.tiny, metrics=str(run.metrics),
             mixes=[(str(data), length) for data in (every, text) for length in lengths],
         )  # fmt: skip

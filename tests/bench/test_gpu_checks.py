@@ -211,6 +211,12 @@ def test_a_part_that_has_had_its_time_stops_before_its_next_row_and_the_same_com
     assert "| pixels | stopped after 0 s; 1 left | 0 |" in report.read_text()
 
 
+def test_no_two_rows_of_a_part_have_one_name():
+    for units in (gpu_kernels.attention("cpu"), gpu_kernels.speeds("cpu")):
+        names = [name for name, _ in units]
+        assert len(names) == len(set(names)) > 20
+
+
 def test_a_part_that_was_killed_goes_on_with_the_row_that_it_was_in(example_gpu, tmp_path):
     def killed():
         raise KeyboardInterrupt

@@ -1,45 +1,64 @@
 """What only a GPU can show: compiled kernels on our boundaries, and the speed of a packed step; one GPU is enough.
 
-Without a GPU it says what it skipped.
+The parts, each at most 8 minutes (``--limit``):
 
 * indices: our context-parallel indices compared with Transformer Engine's compiled ``thd_get_partitioned_indices``;
 * attention: Megatron-Core's attention on packed rows, kernel by kernel, forward and backward, compared with each sample
   alone, in memory that held NaN (`bench.gpu_kernels`);
 * speed: the same layer timed with padding between the samples, with padding that is part of them, and with none;
 * router, rotary, losses: Core's fused and plain functions under padding and masked labels;
-* handover: packs on the device compared with those on the host, and how often the host waits;
+* handover: packs on the device compared with those on the host, how often the host waits; and ours beside Bridge's:
+  milliseconds and bytes of a pack, and the share of its copy that the computation hides;
 * pixels: the device makes the processor's numbers of bytes, within one unit in the last place, for every family;
 * parity: packed compared with alone on tiny Hugging Face models (flash attention if installed), with a control;
 * step: a training step of a model of 0.15 billion weights in bfloat16 on packs compared with padded rows and rows
-  packed in the batch: tokens per second, peak memory beside the estimate of ``validate``.
+  packed in the batch: tokens per second, peak memory beside the estimate of ``validate``;
+* cost: `energon_packing.packing.model_cost` fitted to the seconds of that model's steps on packs of text and of images,
+  short and long. The metrics of the run stay in ``gpu-DEVICE-metrics``, for ``energon-packing stats --fit``.
 
-Prints one JSON line per result and stores them after each check, with the device's name, in ``--out``; a second run
-goes on with the checks that are not stored (``--again`` runs all). A check whose package is
-not installed is skipped; one that cannot be imported for another reason has failed. Exit codes: 0 all checks that ran
-are equal, or there is no device; 1 something differs or failed; 2 unusable input.
+Prints one JSON line per result and stores each at once in ``gpu-DEVICE.json`` in ``--out``, with ``gpu-DEVICE.md``
+beside it, a report to paste. A part that has had its time stops before its next row. The same command again goes on
+with the rows that are not stored (``--again`` runs all anew). A part whose package is not installed is not run; one
+that cannot be imported for another reason has failed. ``--device cpu`` runs what a CPU can, in a tiny form. Exit codes:
+0 all that ran is equal, or there is no device; 1 something differs or failed; 2 unusable input.
 
 The functions take the kernel or the device as an argument, so the code around a kernel can be tested without a GPU.
-Each result has ``check`` and ``equal``, or ``skipped`` and why.
 """
 
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
+import math
 import os
 import re
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import energon_packing
 from bench import gpu_kernels
 from energon_packing import thd
+from energon_packing.errors import PackingError
 
+Row = Mapping[str, Any]
+Units = Iterator[tuple[str, Callable[[], Row | Iterable[Row]]]]
+"""Names of the rows of a part, and what runs each; a row may have several results."""
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 480
+"""Seconds of a part."""
 ROWS = 200
 FLASH_TOLERANCE = 5e-2
 """Largest difference of a logit in bfloat16; in float32 `support.parity.hugging_face_parity` has it."""
@@ -112,189 +131,598 @@ def pixels_check(device: str = "cuda") -> dict[str, Any]:
     }
 
 
-def handover_check(device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """Compares packs on the device with the same packs on the host: read by workers that are forked after CUDA is up,
-    copied on a stream of their own, into memory that held NaN.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What a part is told: its device, a folder for metrics that stay, and the rows of the part that are stored."""
 
-    Yields ``bytes`` of pixels, ``different``: names of fields that differ, and ``waits``: how often the host waits for
-    the device between the copy and what the step gives to the model.
-    """
+    device: str
+    metrics: Path
+    stored: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tiny(self) -> bool:
+        """Whether it runs on a CPU, in a form that takes seconds."""
+        return self.device == "cpu"
+
+
+def handover(run: Run) -> Units:
+    """See `same_packs` and `hand_over`."""
+    from support.bridge_cpu import stand_ins
+
     from bench.loader_data import prepare_data
     from bench.train_run import TrainJob, open_packs
     from energon_packing.demo import processor_path
-    from energon_packing.energon.replica_reader import DeviceCopy
+    from energon_packing.validate.verdict import import_bridge
+
+    if run.tiny:
+        stand_ins.install()
+    else:
+        import_bridge(placeholders=not _installed("transformer_engine"))
+    torch.zeros(1, device=run.device)
+    with tempfile.TemporaryDirectory(prefix="gpu-handover-") as work:
+        data = prepare_data(Path(work), conversations=24 if run.tiny else 120)
+        processor = str(processor_path("qwen3_vl"))
+        job = TrainJob(rows="packs", data=str(data.root), processor=processor, family="qwen3_vl",
+                       seq_length=2048 if run.tiny else 8192, window=256, micro_batch_size=1, passes=1,
+                       pixels=(128 * 128, 512 * 512))  # fmt: skip
+
+        @cache
+        def packs(_reading: int = 0) -> list[Any]:
+            return [pack.batch for pack in open_packs(job, workers=2)[0]]
+
+        yield "packs on the device and on the host", lambda: same_packs(packs(), packs(1), run.device)
+        for way in ("ours", "Bridge") if run.tiny else ("ours", "Bridge, pinned", "Bridge, not pinned"):
+            yield way, partial(lambda way: hand_over(way, packs(), run.device), way)
+
+
+def _on_device(copy: Any, batch: Any, device: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A pack on the device as a step has it, and its visual inputs as the model takes them."""
     from energon_packing.thd.pixels import finish
 
-    torch.zeros(1, device=device)
-    with tempfile.TemporaryDirectory(prefix="gpu-handover-") as work:
-        data = prepare_data(Path(work), conversations=120)
-        processor = str(processor_path("qwen3_vl"))
-        job = TrainJob(rows="packs", data=str(data.root), processor=processor, family="qwen3_vl", seq_length=8192,
-                       window=256, micro_batch_size=1, passes=1, pixels=(128 * 128, 512 * 512))  # fmt: skip
-        plain = [pack.batch for pack in open_packs(job, workers=2)[0]]
-        copy = DeviceCopy(pixels=True)
-        different, total, waited = set(), 0, 0
+    on = copy.take(*copy.start(batch)).to(device, non_blocking=True)
+    thd.packed_seq_params(on)
+    return on, finish(on.visual_inputs or {}, on.pixel_forms)
 
-        def ready(batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-            on = copy.take(*copy.start(batch)).to(device, non_blocking=True)
-            thd.packed_seq_params(on)
-            return on, finish(on.visual_inputs or {}, on.pixel_forms)
 
-        packs = [pack.batch for pack in open_packs(job, workers=2)[0]]
-        for mine, theirs in zip(packs, plain, strict=True):
-            gpu_kernels.poison(device)
-            on, visual = ready(mine)
-            expected = finish(theirs.visual_inputs or {}, theirs.pixel_forms)
-            different |= {name for name, value in expected.items() if not _alike(visual[name].cpu(), value)}
-            different |= {
-                name
-                for name, value in theirs.token_tensors.items()
-                if not torch.equal(on.token_tensors[name].cpu(), value)
-            }
-            total += sum(value.nbytes for value in expected.values())
-            waited = max(waited, gpu_kernels.waits(lambda: ready(mine)))  # noqa: B023
-    yield {
+def same_packs(packs: Sequence[Any], plain: Sequence[Any], device: str) -> dict[str, Any]:
+    """Compares packs on the device with the same packs on the host: read by workers that are forked after CUDA is up,
+    copied on a stream of their own, into memory that held NaN.
+
+    Returns ``bytes`` of pixels, ``different``: names of fields that differ, and ``waits``: how often the host waits for
+    the device between the copy and what the step gives to the model.
+    """
+    from energon_packing.energon.replica_reader import DeviceCopy
+
+    copy = DeviceCopy(pixels=True)
+    different, total, waited = set(), 0, 0
+    for mine, theirs in zip(packs, plain, strict=True):
+        gpu_kernels.poison(device)
+        on, visual = _on_device(copy, mine, device)
+        expected = theirs.finished()
+        values = expected.visual_inputs or {}
+        different |= {name for name, value in values.items() if not _alike(visual[name].cpu(), value)}
+        different |= {
+            name for name, value in theirs.token_tensors.items() if not torch.equal(on.token_tensors[name].cpu(), value)
+        }
+        total += sum(value.nbytes for value in values.values())
+        waited = max(waited, gpu_kernels.waits(partial(_on_device, copy, mine, device)))
+    return {
         "check": "handover", "packs": len(plain), "bytes": total, "different": sorted(different), "waits": waited,
         "equal": not different,
     }  # fmt: skip
+
+
+def hand_over(way: str, packs: Sequence[Any], device: str, repeats: int = 3) -> dict[str, Any]:
+    """Times handing packs of the host to a step, each alone and behind a computation on the main stream that takes
+    twice as long.
+
+    Args:
+        way: ``ours``: bytes of pixels on a stream of their own, pinned here, finished on the device; or Bridge's
+            ``vlm_step``, which copies the processor's numbers on the main stream. ``Bridge, pinned``: these are in
+            pinned memory already, which costs nothing here.
+
+    Returns:
+        Means per pack: ``megabytes`` that are copied; ``ms`` of the hand-over, ``compute_ms`` of the computation,
+        ``both_ms``; and ``overlap``, the share of the hand-over that the computation hides (on a GPU).
+    """
+    from megatron.bridge.training.vlm_step import get_batch_from_iterator
+
+    from energon_packing.energon.replica_reader import DeviceCopy
+
+    def bridge(batch: Any) -> Any:
+        form = iter([batch.to_bridge()])  # which the step changes
+        return get_batch_from_iterator(form, is_first_pp_stage=True, is_last_pp_stage=True)
+
+    hand: Callable[[Any], Any] = bridge
+    given = list(packs) if way == "ours" else [batch.finished() for batch in packs]
+    if way == "ours":
+        hand = partial(_on_device, DeviceCopy(pixels=True), device=device)
+    elif way == "Bridge, pinned":
+        given = [batch.pin_memory() for batch in given]
+    side = 64 if device == "cpu" else 4096
+    factor = torch.randn(side, side, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+
+    def milliseconds(times: int, batch: Any) -> float:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            torch.mm(factor, factor)
+        kept = None if batch is None else hand(batch)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        del kept
+        return 1e3 * (time.perf_counter() - began)
+
+    for batch in given:  # the first copies allocate
+        milliseconds(1, batch)
+    alone = statistics.median(milliseconds(0, batch) for batch in given)
+    times = max(1, math.ceil(20 * alone / milliseconds(10, None)))
+    copied, both = (
+        statistics.mean(statistics.median(milliseconds(many, batch) for _ in range(repeats)) for batch in given)
+        for many in (0, times)
+    )
+    computed = statistics.median(milliseconds(times, None) for _ in range(repeats))
+    forms = [{spec.name: getattr(each, spec.name) for spec in fields(each)} for each in given]
+    moved = [_bytes(form if way == "ours" else bridge(each)) for form, each in zip(forms, given, strict=True)]
+    told = {"megabytes": statistics.mean(moved) / 1e6, "ms": copied, "compute_ms": computed, "both_ms": both}
+    told |= {} if device == "cpu" else {"overlap": min(1.0, max(0.0, (copied + computed - both) / copied))}
+    return {"check": "handover", "way": way, **{name: round(value, 3) for name, value in told.items()}}
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of all tensors of a tensor, a mapping or an object."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    values = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return sum(map(_bytes, values.values()))
 
 
 def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and bool(((one.double() - two.double()).abs() <= 1e-6).all())
 
 
-def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
-    """Runs `support.parity.families` on the device: with a written-out mask, then with the model's own segments.
-
-    The second uses flash attention's variable-length kernels (bfloat16) if the package is installed.
-    """
-    from support.parity import families as every
-    from support.parity.run import has_flash_attention
-
-    for attention in ("mask", "positions"):
-        flash = attention == "positions" and device.startswith("cuda") and has_flash_attention()
-        with tempfile.TemporaryDirectory(prefix="gpu-parity-") as work:
-            for row in every.run(
-                families or every.FAMILIES,
-                Path(work),
-                device=device,
-                attention=attention,
-                tolerance=FLASH_TOLERANCE if flash else None,
-            ):
-                equal = row["equal"] and row["control_found"]
-                yield {"check": "parity", "attention": attention, "flash": flash, **row, "equal": equal}
-
-
-def step_check() -> Iterator[dict[str, Any]]:
-    """Measures a training step on packs, rows packed in the batch and padded rows: tokens per second, peak memory."""
-    from bench import train as bench_train
-
-    with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:
-        bench = bench_train.TrainBench(small=True, conversations=250, seq_length=8192, micro_batches=(4,))
-        rows = list(bench_train.run(bench, Path(work)))
-    verdict = bench_train.verdict(rows)
-    yield from ({**row, "check": "step"} for row in rows)
-    yield {**verdict, "check": "step", "equal": verdict["same_samples"] and verdict["same_loss"]}
-
-
-def indices() -> Iterator[dict[str, Any]]:
+def indices(_run: Run) -> Units:
     """See `partition_check`."""
     import transformer_engine.pytorch  # noqa: F401  (loads the compiled module)
     import transformer_engine_torch  # type: ignore[import-not-found]
 
-    yield partition_check(transformer_engine_torch.thd_get_partitioned_indices)
+    yield "indices", lambda: partition_check(transformer_engine_torch.thd_get_partitioned_indices)
 
 
-def pixels() -> Iterator[dict[str, Any]]:
-    """See `pixels_check`."""
-    yield pixels_check()
+def parity(run: Run) -> Units:
+    """`support.parity.families` on the device: with a written-out mask, then with the model's own segments.
+
+    The second uses flash attention's variable-length kernels (bfloat16) if the package is installed.
+    """
+    from support.parity import families
+    from support.parity.run import has_flash_attention
+
+    with tempfile.TemporaryDirectory(prefix="gpu-parity-") as work:
+
+        def compare(attention: Any, family: str) -> dict[str, Any]:
+            flash = attention == "positions" and not run.tiny and has_flash_attention()
+            how = {"attention": attention, "tolerance": FLASH_TOLERANCE if flash else None}
+            (row,) = families.run((family,), Path(work), device=run.device, **how)
+            equal = row["equal"] and row["control_found"]
+            return {"check": "parity", "attention": attention, "flash": flash, **row, "equal": equal}
+
+        for attention in ("mask", "positions"):
+            for family in ("qwen3_vl",) if run.tiny else families.FAMILIES:
+                yield f"{family}, {attention}", partial(compare, attention, family)
 
 
-CHECKS: dict[str, Callable[[], Iterator[Mapping[str, Any]]]] = {
-    "indices": indices,
-    "attention": lambda: gpu_kernels.all_checks(),
-    "speed": lambda: gpu_kernels.speeds(),
-    "router": gpu_kernels.routers,
-    "rotary": gpu_kernels.rotary,
-    "losses": gpu_kernels.losses,
-    "handover": handover_check,
-    "pixels": pixels,
-    "parity": parity_checks,
-    "step": step_check,
+def step(run: Run) -> Units:
+    """A training step on packs, rows packed in the batch and padded rows: tokens per second, peak memory."""
+    from bench import train
+    from bench.loader_data import prepare_data
+
+    bench = train.TrainBench(small=True, conversations=120, seq_length=8192, micro_batches=(4,))
+    if run.tiny:
+        bench = train.TrainBench(conversations=12, seq_length=1024, micro_batches=(2,), passes=1)
+    kinds = train.kinds(bench)
+
+    def measure(work: Path, *kind: Any) -> dict[str, Any]:
+        row = train.measure_kind(bench, data, work, *kind)
+        return row | {"estimated_peak_mb": sum(row["estimated_mb"].values())}
+
+    def verdict() -> dict[str, Any]:
+        if len(run.stored) < len(kinds):
+            raise PackingError("kinds of rows are missing")
+        told = train.verdict(run.stored)
+        return {**told, "check": "step", "equal": told["same_samples"] and told["same_loss"]}
+
+    with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:
+        data = prepare_data(Path(work), conversations=bench.conversations)
+        for kind in kinds:
+            yield train.kind_name(*kind), partial(measure, Path(work), *kind)
+    yield "verdict", verdict
+
+
+def cost(run: Run) -> Units:
+    """The seconds of steps fitted to `energon_packing.packing.model_cost` of the model."""
+    yield "fit", partial(fit_cost, run)
+
+
+def fit_cost(run: Run) -> dict[str, Any]:
+    """Trains on packs of text alone and of all, of several lengths, and fits the metrics of this run.
+
+    Returns:
+        ``vision``, ``language``: seconds of a unit, which is a million operations; ``constant`` seconds of a step;
+        the TFLOP/s that these mean; and what else `energon_packing.report.steps.fit_report` says.
+    """
+    from bench import train
+    from bench.loader import start
+    from bench.loader_data import prepare_data
+    from bench.train_run import TrainJob
+    from energon_packing.convert import ConvertConfig, convert
+    from energon_packing.demo import processor_path
+    from energon_packing.report.steps import fit_report
+
+    lengths = (256, 512, 1024) if run.tiny else (1024, 2048, 4096, 8192)
+    shutil.rmtree(run.metrics, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-cost-") as folder:
+        work = Path(folder)
+        every = prepare_data(work, conversations=24 if run.tiny else 200).root
+        records = (work / "raw" / "openai.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (work / "text").mkdir()
+        (work / "text" / "openai.jsonl").write_text(
+            "".join(record for record in records if "image" not in record and "video" not in record), encoding="utf-8"
+        )
+        text = work / "text-only"
+        convert(ConvertConfig(sources=(work / "text",), out=text, split={"train": 1.0}, workers=0))
+        job = TrainJob(
+            rows="packs", data="", processor=str(processor_path("qwen3_vl")), family="qwen3_vl",
+            seq_length=max(lengths), window=256, micro_batch_size=1, passes=1,
+            pixels=train.PIXELS if run.tiny else train.SMALL_PIXELS, small=not run.tiny, metrics=str(run.metrics),
+            mixes=[(str(data), length) for data in (every, text) for length in lengths],
+        )  # fmt: skip
+        told = start(job, work / "cost.log", module="train_run", name="cost")
+    found = fit_report(run.metrics)
+    rates = {f"{name}_tflops": found[name] and float(f"{1e-6 / found[name]:.3g}") for name in ("vision", "language")}
+    return {"check": "cost", **told, **found, **rates, "metrics": run.metrics.name}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of the command.
+
+    Attributes:
+        what: it compares or measures, for the report.
+        units: see `Units`.
+        needs: packages, on a GPU.
+        on_cpu: whether a CPU can run it, with these packages but Transformer Engine.
+        columns: of its table in the report.
+    """
+
+    what: str
+    units: Callable[[Run], Units]
+    columns: Sequence[str]
+    needs: Sequence[str] = ("megatron.core", "transformer_engine")
+    on_cpu: bool = True
+
+
+def _of_core(name: str) -> Callable[[Run], Units]:
+    """The rows of a function of `gpu_kernels` that takes a moment."""
+    return lambda run: iter([(name, lambda: getattr(gpu_kernels, name)(run.device))])
+
+
+TRAINING = ("megatron.bridge", "transformer_engine")
+PARTS = {
+    "indices": Part(
+        what="our context-parallel indices and Transformer Engine's",
+        units=indices,
+        columns=("compared", "different"),
+        needs=("transformer_engine",),
+        on_cpu=False,
+    ),
+    "attention": Part(
+        what="attention on packed rows and on each sample alone: largest differences",
+        units=lambda run: gpu_kernels.attention(run.device),
+        columns=("kernel", "output", "gradient", "unwritten"),
+        on_cpu=False,
+    ),
+    "speed": Part(
+        what="milliseconds of a layer",
+        units=lambda run: gpu_kernels.speeds(run.device),
+        columns=("kernel", "samples", "forward_ms", "backward_ms", "first_ms"),
+        on_cpu=False,
+    ),
+    "router": Part(
+        what="Core's routers of experts under a padding mask and without",
+        units=_of_core("routers"),
+        columns=("fusion", "mask", "repaired", "gradient", "waits"),
+    ),
+    "rotary": Part(
+        what="Core's rotary positions on aligned rows and on each sample alone",
+        units=_of_core("rotary"),
+        columns=("fused", "largest", "waits"),
+    ),
+    "losses": Part(
+        what="Core's cross entropies of masked labels and torch's",
+        units=_of_core("losses"),
+        columns=("function", "masked_label", "loss", "gradient", "masked_loss_is_finite"),
+    ),
+    "handover": Part(
+        what="packs on the device and on the host; per pack, megabytes and milliseconds of our hand-over and of "
+        "Bridge's, alone and behind a computation, and the share that this hides",
+        units=handover,
+        columns=("megabytes", "ms", "compute_ms", "both_ms", "overlap", "packs", "different", "waits"),
+        needs=("megatron.bridge",),
+    ),
+    "pixels": Part(
+        what="pixels that the device makes of bytes and the processor's",
+        units=lambda run: iter([("all families", partial(pixels_check, run.device))]),
+        columns=("families", "bit_equal", "largest"),
+        needs=(),
+    ),
+    "parity": Part(
+        what="packs and their samples alone on tiny models; the control ignores boundaries",
+        units=parity,
+        columns=("flash", "segments", "logits", "loss", "gradient", "control"),
+        needs=(),
+    ),
+    "step": Part(
+        what="a training step of one model on the same samples in several kinds of rows; one step per pass",
+        units=step,
+        columns=(
+            *("tokens", "seconds_a_pass", "tokens_per_second", "peak_mb", "estimated_peak_mb", "padding", "loss"),
+            *("times_faster", "same_samples", "same_loss"),
+        ),
+        needs=TRAINING,
+    ),
+    "cost": Part(
+        what="the cost model fitted to steps: seconds of a million operations, and of a step besides",
+        units=cost,
+        columns=(
+            *("vision", "language", "constant", "vision_tflops", "language_tflops", "r_squared", "median_error"),
+            *("steps", "left_out", "packs", "text", "metrics"),
+        ),
+        needs=TRAINING,
+    ),
 }
+clock = time.monotonic
 
 
-def results(names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Yields the results of the checks; a check that is skipped or fails yields that, and the others still run."""
-    for name in names:
-        try:
-            yield from CHECKS[name]()
-        except Exception as error:  # a kernel's own error is a result too, like those of the other checks
-            package = error.name if isinstance(error, ModuleNotFoundError) else None
-            if package is not None and not package.startswith("energon_packing"):
-                yield {"check": name, "skipped": f"this check needs a package that is not installed: {package}"}
-            else:
-                yield {"check": name, "equal": False, "error": f"{type(error).__name__}: {error}"}
+def hindrance(part: Part, device: str) -> str:
+    """Returns why a part cannot run on ``cuda``, ``cpu`` or ``none``; nothing if it can."""
+    if device == "none" or (device == "cpu" and not part.on_cpu):
+        packages = " with Transformer Engine" if "transformer_engine" in part.needs else ""
+        return f"needs a CUDA device{packages}"
+    missing = [name for name in part.needs if not _installed(name)]
+    missing = [name for name in missing if device != "cpu" or name != "transformer_engine"]
+    return f"needs a package that is not installed: {missing[0]}" if missing else ""
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ModuleNotFoundError, ValueError):  # of the package around it; of a placeholder
+        return False
+
+
+def run_part(name: str, run: Run, end: float, keep: Callable[[str, list[dict[str, Any]]], None]) -> dict[str, Any]:
+    """Runs the rows of a part that are not stored, until a time of `clock`; ``keep`` gets the name and results of each.
+
+    Returns:
+        What became of the part: ``left`` rows, and ``why`` they are left.
+    """
+    why, left, stored = "", 0, {row["row"] for row in run.stored}
+    try:
+        for unit, work in PARTS[name].units(run):
+            if unit in stored:
+                continue
+            if clock() >= end:
+                left, why = left + 1, "stopped"
+                continue
+            try:
+                found = work()
+                rows = [dict(found)] if isinstance(found, Mapping) else [dict(row) for row in found]
+            except ModuleNotFoundError:
+                raise
+            except Exception as error:  # a kernel's own error is a result too, like those of the other rows
+                rows = [{"check": name, "equal": False, "error": f"{type(error).__name__}: {error}"}]
+            for row in rows:
+                if run.tiny and "refused" in row:
+                    row.pop("equal", None)  # a fused function that only a GPU has
+            keep(unit, rows)
+    except Exception as error:
+        package = error.name if isinstance(error, ModuleNotFoundError) else None
+        if package is not None and not package.startswith("energon_packing"):
+            return {"left": left, "why": f"not run: needs a package that is not installed: {package}"}
+        keep("", [{"check": name, "equal": False, "error": f"{type(error).__name__}: {error}"}])
+    return {"left": left, "why": why}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="append", choices=list(CHECKS), help="check to run; may be repeated (default: all)"
+    parser = argparse.ArgumentParser(
+        prog="bench.py gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(), help="directory for gpu-DEVICE.json")
-    parser.add_argument("--again", action="store_true", help="run checks that are stored in --out too")
+    parser.add_argument("--check", action="append", choices=list(PARTS), help="part to run; may be repeated (all)")
+    parser.add_argument("--out", type=Path, default=Path(), help="directory for gpu-DEVICE.json and gpu-DEVICE.md")
+    parser.add_argument("--again", action="store_true", help="run parts that are stored in --out anew")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what a CPU can run (%(default)s)"
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a part (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="of all parts together; no row starts after them"
+    )
     given = parser.parse_args(argv)
-    names = given.check or list(CHECKS)
-    if not torch.cuda.is_available():
-        print(json.dumps({"checks": names, "skipped": "these checks need one CUDA device; this machine has none"}))
-        return 0
     if not given.out.is_dir():
         print(f"error: --out {given.out} is not a directory", file=sys.stderr)
         return 2
-    device = torch.cuda.get_device_name()
-    file = given.out / f"gpu-{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
-    told: dict[str, Any] = {"device": device, **environment(), "results": []}
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the programs that parts start, too
+    device = given.device if given.device == "cpu" or torch.cuda.is_available() else "none"
+    name = {"cuda": torch.cuda.get_device_name, "cpu": lambda: "cpu", "none": lambda: "no device"}[device]()
+    file = given.out / f"gpu-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-')}.json"
+    told: dict[str, Any] = {"device": name, **environment(device), "parts": {}, "results": []}
     if file.exists():
         try:
-            stored = json.loads(file.read_text())["results"]
-        except (ValueError, KeyError) as error:
-            print(f"error: {file} cannot be read ({error}); remove it", file=sys.stderr)
+            stored = json.loads(file.read_text())
+            told["results"] = [row for row in stored["results"] if row["releases"] == told["releases"]]
+            kept = {row["part"] for row in told["results"]}
+            told["parts"] = {part: state for part, state in stored["parts"].items() if part in kept}
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"error: {file} cannot be read ({type(error).__name__}: {error}); remove it", file=sys.stderr)
             return 2
-        stored = [row for row in stored if row["releases"] == told["releases"]]
-        told["results"] = [row for row in stored if not (given.again and row["asked_for"] in names)]
-    print(json.dumps({name: value for name, value in told.items() if name != "results"}), flush=True)
-    failed = False
-    for name in names:
-        if any(row["asked_for"] == name for row in told["results"]):
+    shown = ("results", "parts")
+    print(json.dumps({key: value for key, value in told.items() if key not in shown}), flush=True)
+    return run_parts(given.check or list(PARTS), device, told, file, given)
+
+
+def run_parts(names: Sequence[str], device: str, told: dict[str, Any], file: Path, given: argparse.Namespace) -> int:
+    """Runs parts and stores what each row gives; returns the exit code."""
+    last = clock() + 60 * given.minutes
+    for number, name in enumerate(names, start=1):
+        state = {} if given.again else told["parts"].get(name, {})
+        own = [row for row in told["results"] if row["part"] == name and not given.again and "error" not in row]
+        told["results"] = [row for row in told["results"] if row["part"] != name] + own  # what failed runs again
+        if own and not state.get("why", "interrupted"):
             print(f"{name}: stored in {file} (--again runs it)", file=sys.stderr)
             continue
-        rows = []
-        for row in results([name]):
-            rows.append({"asked_for": name, "releases": told["releases"], **row})
-            print(json.dumps(row), flush=True)
-        ran = [row for row in rows if "skipped" not in row and "refused" not in row]
-        refused = not ran and not any("skipped" in row for row in rows)  # no kernel took any case
-        failed |= refused or not all(row.get("equal", True) for row in rows)
-        if ran and not any("error" in row for row in rows):  # the others run again next time
+        if why := hindrance(PARTS[name], device):
+            told["parts"][name] = {"why": f"not run: {why}"}
+            store(told, file)
+            continue
+        seconds = min(given.limit, last - clock())
+        print(
+            f"{name} (part {number} of {len(names)}): at most {max(0, round(seconds))} s", file=sys.stderr, flush=True
+        )
+        told["parts"][name] = {**state, "why": "interrupted"}
+        run = Run(device=device, metrics=file.with_name(f"{file.stem}-metrics"), stored=own)
+        began = clock()
+
+        def keep(unit: str, rows: list[dict[str, Any]], name: str = name, run: Run = run) -> None:
+            marks = {"part": name, "row": unit, "releases": told["releases"], "revision": told["revision"]}
+            rows = [{**marks, **row} for row in rows]
             told["results"] += rows
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps(told, indent=2) + "\n")
-            part.replace(file)
-    print(f"stored in {file}", file=sys.stderr)
-    return 1 if failed or not all(row.get("equal", True) for row in told["results"] if row["asked_for"] in names) else 0
+            run.stored.extend(row for row in rows if "error" not in row)
+            for row in rows:
+                print(
+                    json.dumps({key: value for key, value in row.items() if key not in marks or key == "row"}),
+                    flush=True,
+                )
+            store(told, file)
+
+        ended = run_part(name, run, began + seconds, keep)
+        spent = clock() - began
+        why = f"stopped after {round(spent)} s" if ended["why"] == "stopped" else ended["why"]
+        if any("error" in row for row in told["results"] if row["part"] == name):
+            why = why or "failed in part"
+        spent += state.get("seconds", 0)
+        told["parts"][name] = {"seconds": round(spent, 1), "left": ended["left"], "why": why}
+        store(told, file)
+        print(f"{name}: {verdict(name, told)}", file=sys.stderr, flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the next part may start a program of its own
+    verdicts = {name: verdict(name, told) for name in names}
+    left = [name for name in names if told["parts"].get(name, {}).get("left")]
+    print(f"stored in {file}; the report is {file.with_suffix('.md')}", file=sys.stderr)
+    if left:
+        print(f"not done yet: {', '.join(left)}; the same command goes on with them", file=sys.stderr)
+    return int(any("**" in each for each in verdicts.values()))
 
 
-def environment() -> dict[str, Any]:
-    """Returns releases, and the variables that choose a kernel."""
-    found = {}
-    for name in ("torch", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4", "megatron-core"):
+def store(told: Mapping[str, Any], file: Path) -> None:
+    """Writes all results and the report."""
+    for path, text in ((file, json.dumps(told, indent=2) + "\n"), (file.with_suffix(".md"), report(told))):
+        part = path.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+
+
+def verdict(name: str, told: Mapping[str, Any]) -> str:
+    """Returns in a few words what is known of a part; what is wrong is bold."""
+    state, rows = told["parts"].get(name, {}), [row for row in told["results"] if row["part"] == name]
+    counts = {
+        "equal": sum(row.get("equal") is True for row in rows),
+        "measured": sum(not {"equal", "refused", "error"} & row.keys() for row in rows),
+        "refused": sum("refused" in row and row.get("equal") is not False for row in rows),
+        "**differ**": sum(row.get("equal") is False and "error" not in row for row in rows),
+        "**failed**": sum("error" in row for row in rows),
+    }
+    words = [f"{count} {what}" for what, count in counts.items() if count]
+    if rows and counts["refused"] == len(rows):
+        words = ["**refused** by every kernel"]
+    if state.get("left"):
+        words.append(f"{state['left']} left")
+    if why := state.get("why", "" if rows else "not run yet"):
+        words.insert(0, why)
+    return "; ".join(words)
+
+
+def report(told: Mapping[str, Any]) -> str:
+    """Returns all results as one page of Markdown, to paste."""
+    about = {"device": told["device"], **told["machine"], **told["releases"], **told["variables"]}
+    revisions = dict.fromkeys([*(row["revision"] for row in told["results"]), told["revision"]])
+    about["energon-packing"] = f"{energon_packing.__version__} ({', '.join(revisions)})"
+    lines = [f"# `scripts/bench.py gpu` on {told['device']}", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""]
+    seconds = {name: told["parts"].get(name, {}).get("seconds", "") for name in PARTS}
+    lines += _table(("part", "verdict", "seconds"), [(name, verdict(name, told), seconds[name]) for name in PARTS])
+    for name, part in PARTS.items():
+        rows = [row for row in told["results"] if row["part"] == name]
+        if rows:
+            columns = [column for column in part.columns if any(column in row for row in rows)]
+            columns += [column for column in ("refused", "error", "equal") if any(column in row for row in rows)]
+            shown = [row | ({"equal": "**no**"} if row.get("equal") is False else {}) for row in rows]
+            cells = [(row["row"], *(row.get(column, "") for column in columns)) for row in shown]
+            lines += ["", f"**{name}**: {part.what}", "", *_table(("row", *columns), cells)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    return [f"| {' | '.join(map(_cell, each))} |" for each in (head, ["---"] * len(head), *rows)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return " ".join(map(_cell, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Returns releases, the variables that choose a kernel, the machine, and our revision."""
+    releases, machine = {}, {}
+    for name in (
+        *("torch", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4"),
+        *("megatron-core", "megatron-bridge", "megatron-energon", "transformers"),
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    with contextlib.suppress(ImportError):  # its own cuDNN, which need not be torch's
-        import transformer_engine.pytorch  # noqa: F401
-        import transformer_engine_torch
+            releases[name] = importlib.metadata.version(name)
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        machine = {
+            "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+            "compute capability": f"{properties.major}.{properties.minor}",
+            "CUDA": str(torch.version.cuda),
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+        releases["cudnn"] = str(torch.backends.cudnn.version())
+        with contextlib.suppress(ImportError):  # its own cuDNN, which need not be torch's
+            import transformer_engine.pytorch  # noqa: F401
+            import transformer_engine_torch
 
-        found["cudnn"] = str(transformer_engine_torch.get_cudnn_version())
-    return {"releases": found, "variables": {name: value for name, value in os.environ.items() if "NVTE_" in name}}
+            releases["cudnn"] = str(transformer_engine_torch.get_cudnn_version())
+    return {
+        "releases": releases,
+        "variables": {name: value for name, value in os.environ.items() if "NVTE_" in name},
+        "machine": machine,
+        "revision": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+    }
+
+
+def _output(*command: str) -> str:
+    """What a program says on one line; ``unknown`` without it."""
+    done = None
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines() if done and not done.returncode else []
+    return lines[0].strip() if lines else "unknown"

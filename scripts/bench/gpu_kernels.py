@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,12 @@ class Case:
     window: tuple[int, int] | None = None
     sinks: bool = False
     deterministic: bool = False
+
+    @property
+    def differences(self) -> dict[str, Any]:
+        """The fields that are not those of the base, without its lengths."""
+        fields = {spec.name: spec.default for spec in dataclasses.fields(self) if spec.name not in ("lengths", "keys")}
+        return {name: getattr(self, name) for name, usual in fields.items() if getattr(self, name) != usual}
 
 
 def cases() -> Iterator[Case]:
@@ -267,15 +274,7 @@ def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
         shares of NaN in the padding of the output and of the gradients; ``kernel``: the one that ran; ``equal``.
         ``refused``: why no kernel ran.
     """
-    told = {
-        "check": "attention",
-        "asked": kernel,
-        **{
-            spec.name: getattr(case, spec.name)
-            for spec in dataclasses.fields(Case)
-            if getattr(case, spec.name) != spec.default and spec.name not in ("lengths", "keys")
-        },
-    }
+    told = {"check": "attention", "asked": kernel, **case.differences}
     queries = Row.of(case.lengths, case, device)
     keys = queries if case.keys is None else Row.of(case.keys, case, device)
     with only(kernel, deterministic=case.deterministic):
@@ -326,14 +325,13 @@ def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
     }
 
 
-def all_checks(
-    device: str = "cuda", kernels: Sequence[str] = ("fused", "flash", "unfused")
-) -> Iterator[Mapping[str, Any]]:
-    """Yields `check` of all cases and kernels."""
+def attention(device: str = "cuda") -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+    """Yields a name and `check` of every case and kernel."""
     logging.getLogger("DotProductAttention").setLevel(logging.ERROR)
     for case in cases():
-        for kernel in kernels:
-            yield check(case, kernel, device)
+        differs = ", ".join(f"{name} {value}" for name, value in case.differences.items()) or case.name
+        for kernel in ("fused", "flash", "unfused"):
+            yield f"{kernel}: {differs}", partial(check, case, kernel, device)
 
 
 def rows_of(total: int, mean: int, seed: int) -> list[int]:
@@ -405,13 +403,15 @@ def speed(case: Case, kernel: str, rows: Sequence[Sequence[int]], device: str = 
         }
 
 
-def speeds(device: str = "cuda", kernels: Sequence[str] = ("fused", "flash")) -> Iterator[Mapping[str, Any]]:
-    """Yields `speed` of short and long samples, kernel by kernel: padding between, real padding, and none."""
+def speeds(device: str = "cuda") -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
+    """Yields a name and `speed` of short and long samples, by kernel: padding between, real padding, and none."""
     for total, mean in ((8192, 300), (8192, 2000), (32768, 300), (32768, 4000)):
         rows = [rows_of(total, mean, seed) for seed in range(12)]
-        for kernel in kernels:
+        for kernel in ("fused", "flash"):
             for padding, multiple in (("between", 16), ("real", 16), ("real", 1)):
-                yield speed(Case(padding=padding, multiple=multiple, heads=32, groups=8), kernel, rows, device)
+                case = Case(padding=padding, multiple=multiple, heads=32, groups=8)
+                name = f"{kernel}: {total} tokens, samples of {mean}, padding {padding if multiple > 1 else 'none'}"
+                yield name, partial(speed, case, kernel, rows, device)
 
 
 def waits(function: Callable[[], Any]) -> int:

@@ -14,6 +14,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,8 @@ from support.bridge_cpu.tiny_models import special_tokens, vocabulary_of
 
 from bench.loader_run import cpu_seconds
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
-from energon_packing.config.run import Padding
+from energon_packing.config.run import MetricsConfig, Padding
+from energon_packing.energon.metrics import watched
 from energon_packing.validate.memory import memory_of
 
 Rows = Literal["packs", "in_batch", "padded"]
@@ -52,6 +54,8 @@ class TrainJob:
         offline: directory for packs that are made before a whole job; None packs while it trains.
         small: train `tiny_models.SMALL` in bfloat16.
         padding: None, or what the padding is that aligns samples to 16 tokens, as for 8 context-parallel ranks.
+        metrics: directory of the metrics of a run with a step per pack, with its model's ``config.json``; for `costs`.
+        mixes: data and `seq_length` of the packs of such a run.
     """
 
     rows: Rows
@@ -67,6 +71,8 @@ class TrainJob:
     offline: str | None = None
     small: bool = False
     padding: Padding | None = None
+    metrics: str | None = None
+    mixes: Sequence[tuple[str, int]] = ()
 
 
 @dataclass(kw_only=True)
@@ -77,15 +83,12 @@ class MicroBatches:
         batches: mappings that Bridge's steps read.
         samples, tokens: of all batches, without padding.
         dropped: samples that the encoder dropped.
-        vocab_size, special_tokens: what a tiny model of the encoder's family needs.
     """
 
     batches: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
     dropped: int = 0
-    vocab_size: int = 0
-    special_tokens: Any = None
 
 
 def run_config(job: TrainJob, *, workers: int = 0, repeat: bool = False) -> RunConfig:
@@ -94,6 +97,8 @@ def run_config(job: TrainJob, *, workers: int = 0, repeat: bool = False) -> RunC
     packs: dict[str, Any] = {"window": job.window} if job.rows == "packs" else {}  # the others refuse it
     if job.padding:
         packs["padding"] = job.padding
+    if job.metrics:
+        packs["cost_model"] = job.metrics
     return RunConfig(
         data=DataConfig(path=job.data, workers=workers, repeat=repeat),
         encoder=EncoderConfig(
@@ -148,9 +153,6 @@ def micro_batches(job: TrainJob) -> MicroBatches:
         found.samples += pack.batch.num_samples
         found.tokens += pack.batch.real_tokens
         found.dropped += len(pack.dropped)
-    vocabulary = vocabulary_of(job.processor)
-    found.vocab_size = max(vocabulary.values()) + 1
-    found.special_tokens = special_tokens(vocabulary)
     return found
 
 
@@ -219,7 +221,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
     """
     on_cpu = stand_ins.needed()
     stand_ins.install()
-    from support.bridge_cpu import tiny_models, training_run
+    from support.bridge_cpu import training_run
 
     started = _clocks()
     if job.offline is not None:
@@ -235,26 +237,16 @@ def measure(job: TrainJob) -> dict[str, Any]:
         clocks.append(_clocks() if job.whole else (time.perf_counter(), time.process_time()))
 
     with training_run.process_groups():
-        model = tiny_models.provider(
-            job.family,
-            vocab_size=made.vocab_size,
-            tokens=made.special_tokens,
-            seq_length=max(job.seq_length, *rows),
-            small=job.small,
-        )
         size = 1 if job.rows == "packs" else job.micro_batch_size
         read = _Read(job)
         data = _data_set(read if job.whole else _Passes(made.batches), job.rows, job.seq_length)
-        steps = job.passes + (not job.whole)
-        config = training_run.make_config(model, data, steps=steps, global_batch_size=size * len(made.batches))
-        config.train.micro_batch_size = size
-        if job.small:
-            config.mixed_precision = "bf16_mixed"
+        config = _training(job, data, max(job.seq_length, *rows), steps=job.passes + (not job.whole), size=size)
+        config.train.global_batch_size = size * len(made.batches)
         before = _reset_peak(on_gpu=not on_cpu)
         result = training_run.run(config, forward_step="vlm", on_step=stop)
         peak = _peak(on_gpu=not on_cpu) - before
         data.packing = SimpleNamespace(max_patches_per_pack=max(map(_patches, made.batches)))
-        estimate = memory_of(config, config.model, vocabulary=made.vocab_size, world_size=1)
+        estimate = memory_of(config, config.model, vocabulary=_model(job)["vocab_size"], world_size=1)
     passes = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
     return {
         "prepare": [end - begin for begin, end in zip(started, prepared, strict=True)],
@@ -271,6 +263,56 @@ def measure(job: TrainJob) -> dict[str, Any]:
         "tokens": read.tokens if job.whole else made.tokens,
         "rows": rows,
     }
+
+
+def _model(job: TrainJob) -> dict[str, Any]:
+    """What a tiny model of the job's family needs."""
+    vocabulary = vocabulary_of(job.processor)
+    tokens = special_tokens(vocabulary)
+    return {"vocab_size": max(vocabulary.values()) + 1, "tokens": tokens, "small": job.small}
+
+
+def _training(job: TrainJob, data: Any, seq_length: int, *, steps: int, size: int = 1) -> Any:
+    """Bridge's configuration of so many steps of one micro-batch, of rows of up to ``seq_length`` tokens."""
+    from support.bridge_cpu import tiny_models, training_run
+
+    model = tiny_models.provider(job.family, seq_length=seq_length, **_model(job))
+    config = training_run.make_config(model, data, steps=steps)
+    config.train.micro_batch_size = config.train.global_batch_size = size
+    if job.small:
+        config.mixed_precision = "bf16_mixed"
+    return config
+
+
+def costs(job: TrainJob) -> dict[str, Any]:
+    """Trains a step per pack on the packs of all ``mixes``, in random order: once, and then ``job.passes`` times with
+    the metrics of a run. Returns the number of ``packs``, of those of ``text`` alone, and the ``device``."""
+    on_cpu = stand_ins.needed()
+    stand_ins.install()
+    from support.bridge_cpu import tiny_models, training_run
+
+    assert job.metrics is not None
+    tiny_models.hugging_face_config(job.family, seq_length=job.seq_length, **_model(job)).save_pretrained(job.metrics)
+    mixes = [dataclasses.replace(job, data=data, seq_length=length) for data, length in job.mixes]
+    packs = [pack for mix in mixes for pack in open_packs(mix)[0]]
+    random.Random(0).shuffle(packs)
+    batches = {id(pack): pack.batch.to_bridge() for pack in packs}  # before the clock starts
+    measured = watched(packs * job.passes, MetricsConfig(directory=job.metrics), capacity=job.seq_length)
+
+    def wait(_report: Any) -> None:
+        if not on_cpu:
+            torch.cuda.synchronize()  # else the seconds of a step are those of the host
+
+    with training_run.process_groups():
+        data = _data_set(
+            (dict(batches[id(pack)]) for pack in itertools.chain(packs, measured)), "packs", job.seq_length
+        )
+        config = _training(job, data, job.seq_length, steps=len(packs) * (1 + job.passes))
+        config.optimizer.lr = 1e-6  # hundreds of steps with a large one could end in NaN
+        training_run.run(config, forward_step="vlm", on_step=wait)
+    next(measured, None)  # after the last pack, it writes the last line
+    text = sum(not pack.vision_cost for pack in packs)
+    return {"packs": len(packs), "text": text, "device": "cpu" if on_cpu else torch.cuda.get_device_name()}
 
 
 def _patches(batch: dict[str, Any]) -> int:
@@ -310,7 +352,7 @@ def main() -> None:
     torch.set_num_threads(1)
     values = json.loads(sys.argv[1])
     job = TrainJob(**values | {"pixels": tuple(values["pixels"])})
-    Path(sys.argv[2]).write_text(json.dumps(measure(job)), encoding="utf-8")
+    Path(sys.argv[2]).write_text(json.dumps((costs if job.metrics else measure)(job)), encoding="utf-8")
 
 
 if __name__ == "__main__":

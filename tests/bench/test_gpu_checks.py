@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from bench import gpu as gpu_checks
 from bench import gpu_kernels, train
 from bench.loader import start
+from forking_python import quick_python
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
@@ -139,30 +141,171 @@ def test_whole_jobs_count_what_packing_before_them_costs(monkeypatch, tmp_path):
     assert verdict["tokens_per_cpu_second"] == {"packs": 3, "packs made before": 3}
 
 
-def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(
-    monkeypatch, tmp_path, capsys
-):
+@pytest.fixture
+def example_gpu(monkeypatch):
+    """A device by name, and what stands for its parts: ``parts(name=[units])``."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example GPU/80")
-    monkeypatch.setitem(gpu_checks.CHECKS, "indices", lambda: iter([{"check": "indices", "equal": True}]))
-    monkeypatch.setitem(gpu_checks.CHECKS, "parity", lambda: 1 / 0)
-    chosen = ["--check", "parity", "--check", "indices", "--out"]
-    assert gpu_checks.main([*chosen, str(tmp_path)]) == 1
+    properties = SimpleNamespace(total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+    def parts(**units):
+        for name, own in units.items():
+            part = replace(gpu_checks.PARTS[name], units=lambda _, own=own: iter(own), needs=())
+            monkeypatch.setitem(gpu_checks.PARTS, name, part)
+
+    return parts
+
+
+def test_results_are_stored_under_the_name_of_the_device_and_a_failed_row_stops_no_other(example_gpu, tmp_path, capsys):
+    rows = [("good", lambda: {"equal": True}), ("bad", lambda: 1 / 0), ("after", lambda: [{"equal": True}] * 2)]
+    example_gpu(indices=rows, parity=rows[:1])
+    chosen = ["--check", "indices", "--check", "parity", "--out", str(tmp_path)]
+    assert gpu_checks.main(chosen) == 1
     stored = json.loads((tmp_path / "gpu-Example-GPU-80.json").read_text())
     assert stored["device"] == "Example GPU/80"
-    assert [row["equal"] for row in stored["results"]] == [True], "what failed runs again"
-    assert "torch" in stored["releases"]
+    assert [row["row"] for row in stored["results"]] == ["good", "bad", "after", "after", "good"]
+    report = (tmp_path / "gpu-Example-GPU-80.md").read_text()
+    assert "device Example GPU/80, memory 80 GiB, compute capability 9.0, " in report
+    assert ", cudnn 91900, " in report
+    assert "| indices | failed in part; 3 equal; 1 **failed** |" in report
+    assert "ZeroDivisionError: division by zero | **no** |" in report
     capsys.readouterr()
-    assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0  # what is stored is not run again
-    assert "indices: stored in" in capsys.readouterr().err
+    example_gpu(indices=[("good", lambda: 1 / 0), ("bad", lambda: {"equal": True}), ("after", lambda: 1 / 0)])
+    assert gpu_checks.main(chosen) == 0, "only what failed runs again"
+    assert "parity: stored in" in capsys.readouterr().err
+    assert "| indices | 4 equal |" in (tmp_path / "gpu-Example-GPU-80.md").read_text()
+    assert gpu_checks.main([*chosen, "--again"]) == 1, "all run again"
+
+
+def test_a_part_that_has_had_its_time_stops_before_its_next_row_and_the_same_command_goes_on(
+    example_gpu, monkeypatch, tmp_path, capsys
+):
+    now, ran = [0.0], []
+
+    def row(name, seconds):
+        now[0] += seconds
+        ran.append(name)
+        return {"equal": True}
+
+    monkeypatch.setattr(gpu_checks, "clock", lambda: now[0])
+    example_gpu(
+        speed=[(name, lambda name=name: row(name, 200)) for name in "abcd"], pixels=[("e", lambda: row("e", 10))]
+    )
+    chosen, report = (
+        ["--out", str(tmp_path), "--check", "speed", "--check", "pixels"],
+        tmp_path / "gpu-Example-GPU-80.md",
+    )
+    assert gpu_checks.main(chosen) == 0
+    assert ran == ["a", "b", "c", "e"], "the third begins before 480 s"
+    assert "| speed | stopped after 600 s; 3 equal; 1 left | 600 |" in report.read_text()
+    assert "not done yet: speed" in capsys.readouterr().err
+    assert gpu_checks.main(chosen) == 0
+    assert ran == ["a", "b", "c", "e", "d"]
+    assert "| speed | 4 equal | 800 |" in report.read_text()
+    ran.clear()
+    assert gpu_checks.main([*chosen, "--again", "--limit", "100", "--minutes", "3"]) == 0
+    assert ran == ["a"], "and pixels would begin after the 3 minutes"
+    assert "| pixels | stopped after 0 s; 1 left | 0 |" in report.read_text()
+
+
+def test_no_two_rows_of_a_part_have_one_name():
+    for units in (gpu_kernels.attention("cpu"), gpu_kernels.speeds("cpu")):
+        names = [name for name, _ in units]
+        assert len(names) == len(set(names)) > 20
+
+
+def test_a_part_that_was_killed_goes_on_with_the_row_that_it_was_in(example_gpu, tmp_path):
+    def killed():
+        raise KeyboardInterrupt
+
+    chosen, ran = ["--out", str(tmp_path), "--check", "losses"], []
+    example_gpu(losses=[("a", lambda: {"equal": True}), ("b", killed)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_checks.main(chosen)
+    assert "| losses | interrupted; 1 equal |" in (tmp_path / "gpu-Example-GPU-80.md").read_text()
+    example_gpu(losses=[(name, lambda name=name: ran.append(name) or {"equal": True}) for name in "ab"])
+    assert gpu_checks.main(chosen) == 0
+    assert ran == ["b"]
+
+
+def test_a_part_whose_package_is_missing_says_so_and_the_others_run(example_gpu, monkeypatch, tmp_path):
+    def missing():
+        raise ModuleNotFoundError("No module named 'no_such'", name="no_such")
+
+    example_gpu(indices=[("a", missing)], losses=[("a", lambda: {"equal": True})])
+    monkeypatch.setitem(gpu_checks.PARTS, "speed", replace(gpu_checks.PARTS["speed"], needs=("no_other.part",)))
+    chosen = [word for name in ("indices", "speed", "losses") for word in ("--check", name)]
+    assert gpu_checks.main([*chosen, "--out", str(tmp_path)]) == 0
+    report = (tmp_path / "gpu-Example-GPU-80.md").read_text()
+    assert "| indices | not run: needs a package that is not installed: no_such |" in report
+    assert "| speed | not run: needs a package that is not installed: no_other.part |" in report
+    assert "| losses | 1 equal |" in report
+    assert "| step | not run yet |" in report
+
+
+def test_wrong_values_and_kernels_that_take_nothing_are_bold_in_the_report(example_gpu, tmp_path):
+    refused = {"refused": "no | kernel\nhere"}
+    example_gpu(attention=[("a", lambda: refused)], losses=[("a", lambda: {"equal": False}), ("b", lambda: refused)])
+    assert gpu_checks.main(["--out", str(tmp_path), "--check", "attention"]) == 1
+    assert gpu_checks.main(["--out", str(tmp_path), "--check", "losses"]) == 1
+    report = (tmp_path / "gpu-Example-GPU-80.md").read_text()
+    assert "| attention | **refused** by every kernel |" in report
+    assert "| losses | 1 refused; 1 **differ** |" in report
+    assert "no \\| kernel here" in report
+
+
+def test_without_a_gpu_the_report_says_of_every_part_what_it_needs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_checks.main(["--out", str(tmp_path)]) == 0
+    report = (tmp_path / "gpu-no-device.md").read_text()
+    for name in gpu_checks.PARTS:
+        assert f"| {name} | not run: needs a CUDA device" in report
     assert gpu_checks.main(["--out", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err
+    (tmp_path / "gpu-no-device.json").write_text("{}")
+    assert gpu_checks.main(["--out", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_on_a_cpu_every_part_runs_or_says_what_it_needs_and_what_ran_is_equal(monkeypatch, tmp_path):
+    pytest.importorskip("megatron.bridge", reason="Megatron-Bridge is not installed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the command sets
+    monkeypatch.setattr(sys, "executable", quick_python())
+    assert gpu_checks.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "gpu-cpu.json").read_text())
+    report = (tmp_path / "gpu-cpu.md").read_text()
+    rows = {name: [row for row in stored["results"] if row["part"] == name] for name in gpu_checks.PARTS}
+    for name, own in rows.items():
+        if name in ("indices", "attention", "speed"):
+            assert f"| {name} | not run: needs a CUDA device with Transformer Engine |" in report
+            assert not own
+        else:
+            assert [row for row in own if row.get("equal", True) is not True] == []
+            assert f"\n**{name}**: " in report
+    for name in ("router", "rotary", "losses", "handover", "pixels", "parity", "step"):
+        assert any(row.get("equal") for row in rows[name]), name
+    whole, ours, bridge = rows["handover"]
+    assert whole["different"] == []
+    assert ours["megabytes"] < bridge["megabytes"] / 3, "bytes, and frames that are not repeated"
+    *kinds, verdict = rows["step"]
+    assert [row["rows"] for row in kinds] == ["packs", "in_batch-mb2", "padded-mb2"]
+    assert len({row["tokens"] for row in kinds}) == 1
+    assert all(row["peak_mb"] > 0 for row in kinds)
+    assert verdict["same_loss"]
+    (cost,) = rows["cost"]
+    assert 0 < cost["text"] < cost["packs"]
+    assert cost["steps"] + cost["left_out"] == cost["packs"] - 1
+    assert {"config.json", "rank0.jsonl"} == {file.name for file in (tmp_path / cost["metrics"]).iterdir()}
 
 
 def test_groups_of_a_run_on_a_gpu_are_of_its_own_backend(monkeypatch):
     pytest.importorskip("megatron.core")
     from support.bridge_cpu import stand_ins, training_run
 
+    stand_ins.install()
     monkeypatch.setenv("LOCAL_RANK", "3")
     seen = []
     monkeypatch.setattr(stand_ins, "needed", lambda: False)

@@ -68,7 +68,8 @@ def run(
     from support.parity.run import compare_run
 
     source = make_data(work / "raw", conversations=40, seed=seed, defects=False)
-    convert(ConvertConfig(sources=(source,), out=work / "data", split={"train": 1.0}, workers=0))
+    if not (work / "data").exists():
+        convert(ConvertConfig(sources=(source,), out=work / "data", split={"train": 1.0}, workers=0))
     for family in families:
         place = work / f"{family}-processor"
         if family in MADE:

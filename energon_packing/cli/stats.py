@@ -279,7 +279,8 @@ def _advice(given: SimpleNamespace) -> None:
 
     def show(_: Any) -> None:
         rows = [(each["layout"], each["recompute"], *_advised(each)) for each in found["choices"]]
-        rows.append(("the recipe", found["own"]["layout"], *_advised(found["own"])))
+        if own := found["own"]:
+            rows.append((f"as it is: {own['layout']}", "", *_advised(own)))
         names = ("row", "tokens/s", "bubble", "waits", "GB", "GPU h", "price")
         Console().print(table(rows, left=("layout", "recomputes"), right=names, fold=False))
         say(*advice.sentences(found), wrap=True)

@@ -9,6 +9,7 @@ Memory is that of ``validate``. Nothing here has measured the run itself; metric
 import copy
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.errors import UserError, refuse
@@ -204,7 +206,7 @@ def packs_of_index(samples: StatsSamples, run: RunConfig, cost: ModelCost, *, se
     aligned = [-(-each // multiple) * multiple for each in (sizes.length, sizes.second)]
     costs = cost.costs(dataclasses.replace(sizes, length=aligned[0], second=aligned[1]))
     starts = np.cumsum([0, *map(len, packs[:-1])])
-    columns = np.stack([*costs, sizes.tokens, sum(aligned)])[:, np.concatenate(packs)]
+    columns = np.stack(np.broadcast_arrays(*costs, sizes.tokens, sum(aligned)))[:, np.concatenate(packs)]
     *both, tokens, padded = np.add.reduceat(columns, starts, axis=1)
     operations, lost = np.stack(both, axis=1) * float(cost.unit), dealt.lost_share(samples)[0]
     return Packs(operations=operations, tokens=tokens, aligned=padded, lost=lost, epoch=dealt.tokens)
@@ -223,14 +225,21 @@ def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int,
 
 
 def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
-    """The packs of a plan, with its mean number of tokens in each."""
-    facts, row = plan.facts, int(plan.facts.decided["seq_length"])
-    known = bool(facts.config.get("packing", {}).get("cost_model"))
-    operations = plan.costs(0, len(plan)) * _operations(cost, known=known)
-    tokens, aligned = (np.full(len(plan), row * float(facts.summary[name])) for name in ("fill", "aligned_fill"))
-    return Packs(
-        operations=operations, tokens=tokens, aligned=aligned, epoch=float(tokens.sum()) / facts.epochs, ordered=True
-    )
+    """The first packs of a plan."""
+    stop, multiple = min(len(plan), MOST_SAMPLES), int(plan.facts.decided["multiple"])
+    table = pa.concat_tables(plan.tables(["pack", "length", "second"], 0, stop))
+    pack, *segments = (table.column(name).to_numpy().astype(np.int64) for name in table.schema.names)
+    aligned = [-(-each // multiple) * multiple for each in segments]
+    both = [cost.segment_sums(each.astype(np.float64)) for each in aligned]
+    language = sum(each * (both[0][name] + both[1][name]) for name, each in cost.language.items() if name in both[0])
+    starts = np.flatnonzero(np.diff(pack, prepend=-1))[:stop]
+    columns = np.stack([np.asarray(language), sum(segments), sum(aligned)])[:, : np.searchsorted(pack, stop)]
+    language, tokens, padded = np.add.reduceat(columns, starts, axis=1)
+    known = bool(plan.facts.config.get("packing", {}).get("cost_model"))
+    vision = plan.costs(0, stop)[:, 0] * _operations(cost, known=known)[0]
+    epoch = float(plan.facts.summary["fill"]) * int(plan.facts.decided["seq_length"]) * len(plan) / plan.facts.epochs
+    operations = np.stack([vision, language], axis=1)
+    return Packs(operations=operations, tokens=tokens, aligned=padded, epoch=epoch, ordered=True)
 
 
 def _operations(cost: ModelCost, *, known: bool) -> np.ndarray:
@@ -247,7 +256,7 @@ class Choice:
     settings: Mapping[str, Any]  # overrides of Bridge -> value
     container: Any
     model: Any  # its provider after ``finalize()``
-    replicas: int
+    gpus: int
     memory: Memory | None
     again: str  # of `AGAIN`
 
@@ -261,16 +270,31 @@ class Choice:
             section, _, name = path.partition(".")
             setattr(getattr(changed, section), name, value)
         model = finalised(changed.model)
-        ranks = model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
         memory = memory_of(changed, model, vocabulary=embedding_rows(changed.model), world_size=gpus.count)
         return cls(
             settings=settings,
             container=changed,
             model=model,
-            replicas=max(1, gpus.count // ranks),
+            gpus=gpus.count,
             memory=memory,
             again=again,
         )
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of a replica."""
+        kinds = ("tensor_model", "context", "pipeline_model")
+        return math.prod(getattr(self.model, f"{kind}_parallel_size") for kind in kinds)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ones."""
+        return max(1, self.gpus // self.ranks)
+
+    @property
+    def divides(self) -> bool:
+        """Whether replicas share the GPUs and a global batch without a rest."""
+        return self.gpus % self.ranks == 0 == self.rows % self.replicas
 
     @property
     def row(self) -> int:
@@ -442,14 +466,17 @@ def advice_report(
 ) -> dict[str, Any]:
     """The layouts of a recipe that take least time for an epoch, of those that fit the GPUs and break no rule of
     ``validate``; ``packs_of`` gives the packs of a row length and an alignment, which divides ``multiple`` if that is
-    set. Returns ``choices``, fastest first, and ``own``, the recipe as it is, as plain values; ``layouts`` that were
-    tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of `StepTime`, whether they are
-    ``measured``, the largest ``error`` of such models, and ``warnings``. Raises UserError: no layout is left; as
-    `calibrated`."""
+    set. Returns ``choices``, fastest first, and ``own``, the recipe as it is or None if the GPUs cannot share it so, as
+    plain values; ``layouts`` that were tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of
+    `StepTime`, whether they are ``measured``, the largest ``error`` of such models, and ``warnings``. Raises UserError:
+    no layout is left, or metrics are of a recipe that the GPUs cannot share; as `calibrated`."""
     container, packed = source.container, cache(packs_of)
     own = Choice.of(container, gpus, {})
-    time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
-    time = time if fit is None else calibrated(time, own, fit)
+    time, runs = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count), own.divides
+    if fit is not None:
+        why = f"{own.layout} and {own.rows} rows of a global batch do not divide each other"
+        refuse((not runs, f"{source.name} does not run as it is on {gpus.count} GPUs, so {fit} is not of it: {why}."))
+        time = calibrated(time, own, fit)
 
     def found(choice: Choice) -> Foretold:
         changed = dataclasses.replace(time, model=choice.model)
@@ -479,7 +506,7 @@ def advice_report(
         "recipe": source.name,
         "gpus": dataclasses.asdict(gpus),
         "choices": shown,
-        "own": _told(found(own), own, packed(own.row, multiple or own.multiple), gpus),
+        "own": _told(found(own), own, packed(own.row, own.multiple), gpus) if runs else None,
         **{"layouts": len(possible), "too_large": len(possible) - len(fits), "refused": dict(refused)},
         **{"measured": fit is not None, "scale": time.scale, "host": time.host, "error": ERRORS[kind]},
         "warnings": [] if fit else [*_uncompared(own, gpus, kind, max(rows))],
@@ -584,13 +611,15 @@ def advice_of(
 def sentences(report: Mapping[str, Any]) -> Iterator[str]:
     """How the figures of a report were made, and how wrong they may be."""
     gpus, best, own = report["gpus"], report["choices"][0], report["own"]
+    large, broken = report["too_large"], sum(report["refused"].values())
     yield (
-        f"{report['layouts']} layouts of {gpus['count']} x {gpus['name']}: {report['too_large']} need more than "
-        f"{ROOM:.0%} of {gpus['memory']:.0f} GB, and {sum(report['refused'].values())} of the fastest break a "
-        f"rule. The first pads samples to a multiple of {best['multiple']} and takes {best['step']:.3g} s a step, {best['of_peak']:.1%} of "
-        f"the peak, and {best['steps']:,.0f} steps an epoch. The recipe as it is has "
-        f"{own['tokens'] / best['tokens']:.0%} of its tokens a second."
+        f"{report['layouts']} layouts of {gpus['count']} x {gpus['name']}: {large} need more than {ROOM:.0%} of "
+        f"{gpus['memory']:.0f} GB, and {broken} of the fastest break a rule. The first pads samples to a multiple of "
+        f"{best['multiple']} and takes {best['step']:.3g} s a step, {best['of_peak']:.1%} of the peak, and "
+        f"{best['steps']:,.0f} steps an epoch."
     )
+    if own:
+        yield f"The recipe as it is has {own['tokens'] / best['tokens']:.0%} of its tokens a second."
     how = f"products at {gpus['reached']:.0%} of {gpus['tflops']:.0f} TFLOP/s, links of {gpus['link']:.0f} and "
     how += f"{gpus['network']:.0f} GB/s; the seconds of published runs were up to {report['error']:.0%} off"
     if report["measured"]:

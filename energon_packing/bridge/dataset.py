@@ -62,8 +62,7 @@ class MicroBatchForm:
         """Returns what ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads of samples without padding, or of none.
         Raises `PackingError`: positions that are not ``[1, T]``, the only ones that Bridge's packer takes."""
         if batch.position_ids.dim() != 2:
-            shape = list(batch.position_ids.shape)
-            why = f"Bridge's collators have no format for positions of shape {shape}"
+            why = f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}"
             raise PackingError(f"{why}; set encoder.position_ids to 1d")
         rows = thd.unpack(batch)
         extra = tuple(TokenField(name=name, dtype=tensor.dtype) for name, tensor in batch.extra.items())
@@ -270,8 +269,7 @@ class PackedEnergonDatasetConfig(PackProvider):
         model, peft = getattr(self._run, "model", None), getattr(self._run, "peft", None)
         frozen = [it for it in PARTS if getattr(peft, f"freeze_{it}", True) or getattr(model, f"freeze_{it}", False)]
         adapted = [it for it in frozen if it == "language_model" and peft is not None]
-        found = model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
-        if found is None:
+        if (found := model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)) is None:
             warnings.warn(f"dataset.packing.cost_model: the layers of {type(model).__name__} {UNKNOWN}", stacklevel=2)
         return found or CONSTANTS
 

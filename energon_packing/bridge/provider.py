@@ -239,8 +239,7 @@ def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, acc
         return None
     step, manager = resumed
     given = getattr(dataset, "dataloader_load", None)
-    of_checkpoint = getattr(manager, "checkpointing_context", {}).get("dataloader_state_dir")
-    folder = of_checkpoint if given is None else given
+    folder = getattr(manager, "checkpointing_context", {}).get("dataloader_state_dir") if given is None else given
     anew = (
         f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
         "so that Bridge looks for none)."
@@ -345,8 +344,7 @@ class PackProvider(DatasetProvider):
             (every < 1, f"dataset.compare_every is {every}; it must be at least 1, which compares every pack."),
         )
         self.run_config(ParallelConfig())
-        container = container_under_validation()
-        if container is None or container.dataset is not self:
+        if (container := container_under_validation()) is None or container.dataset is not self:
             # No logger: Bridge's setup filters the warnings of all of them (``logger.filter_warnings``).
             warnings.warn(
                 "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "

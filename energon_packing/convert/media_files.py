@@ -82,8 +82,7 @@ class MediaFile:
 
     def media(self, name: str) -> Media:
         """The record's entry for the file, which is stored under a name."""
-        shown = ("kind", "width", "height", "frames", "fps", "duration")
-        sizes = {field: getattr(self, field) for field in shown}
+        sizes = {name: getattr(self, name) for name in ("kind", "width", "height", "frames", "fps", "duration")}
         return Media(name=name, **sizes, time_points=tuple(self.time_points))  # a journal has lists
 
 
@@ -131,8 +130,7 @@ def _plain_file(reference: str, root: str) -> str | None:
     directory, _, name = reference.rpartition("/")
     if name in ("", ".", "..") or reference.startswith("/"):
         return None
-    real = _real_directory(f"{root}/{directory}")
-    if real != root and not real.startswith(root.rstrip("/") + "/"):
+    if (real := _real_directory(f"{root}/{directory}")) != root and not real.startswith(root.rstrip("/") + "/"):
         return None
     path = f"{real}/{name}"
     try:
@@ -236,8 +234,7 @@ class RecordFiles:
         self._check(len(content))
         suffix = os.path.splitext(name)[1]
         suffix = suffix.lower() if _SUFFIX.fullmatch(suffix) else ""
-        path = self._directory / (hashlib.sha256(content).hexdigest() + suffix)
-        if not path.exists():
+        if not (path := self._directory / (hashlib.sha256(content).hexdigest() + suffix)).exists():
             part = self._directory / f".{os.urandom(8).hex()}"
             part.write_bytes(content)
             os.utime(part, (1, 1))  # seconds: nothing else writes these files, so their time stamps need not say when
@@ -377,8 +374,7 @@ class MediaChecker:
         most, of = self._config.max_media_bytes, self._kinds[kind]
         try:
             with open_regular(path) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if size == 0:
+                if (size := os.fstat(stream.fileno()).st_size) == 0:
                     return SampleRejected(of.corrupt, "the file is empty")
                 if size > most:
                     return SampleRejected("media_too_large", f"{size} bytes, more than the limit of {most}")

@@ -110,10 +110,8 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
         conversation = complete(conversation, store)
         used = store if conversation.media else None
         return samples.ConversationSample(**keys, conversation=conversation, store=used)
-    except SampleRejected as error:
-        problem = samples.Problem(reason=error.reason, detail=error.detail)
-    except UserError as error:  # the store is away
-        conversation, problem = None, samples.Problem.of(error)
+    except (SampleRejected, UserError) as error:  # the second where the store is away
+        problem = samples.Problem.of(error)
     except RecursionError:
         detail = "the record's JSON is nested too deeply for Python to read"
         conversation, problem = None, samples.Problem(reason="too_deep", detail=detail)

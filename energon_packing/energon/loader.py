@@ -553,8 +553,7 @@ def build_loader(
     ``prefetch`` and ``agree`` are as for `PackLoader`, all other arguments as for `build_dataset`; of a plan or of
     packs made from one, as for `energon_packing.open_loader`, which opens them. Raises ConfigError: ``data.path`` is
     not set, or as these two."""
-    path = config.data.path
-    if not path:  # before a processor is loaded
+    if not (path := config.data.path):  # before a processor is loaded
         raise ConfigError(NO_PATH)
     with be_patient(config.data.storage_patience):
         if path.endswith(".parquet") or read_again(path, (Path(path) / "packed.json").is_file):

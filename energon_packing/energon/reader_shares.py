@@ -170,12 +170,8 @@ class _Source:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        joined = hasattr(self.factory, "join_index")
-        with (
-            internals.JoinIndexReader(self.factory.join_index)
-            if joined
-            else contextlib.nullcontext(self.factory) as index
-        ):
+        join = getattr(self.factory, "join_index", None)
+        with contextlib.nullcontext(self.factory) if join is None else internals.JoinIndexReader(join) as index:
             total = len(index)
         subset = self.factory.subset
         self.first, stop = (0, total) if subset is None else subset.compute_subset(total)
@@ -265,8 +261,7 @@ def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None,
     samples = int(bounds[-1])
     if whole:
         return f"all {samples:,} samples for each of {readers:,} readers, which are many for so few"
-    held = np.bincount(reader_of, np.diff(bounds), readers)
-    if held.min() == 0:
+    if (held := np.bincount(reader_of, np.diff(bounds), readers)).min() == 0:
         return f"{samples:,} samples are fewer than {readers:,} readers; those without any make no packs"
     of = f"{held.min():,.0f} to {held.max():,.0f} of {samples:,} samples for each of {readers:,} readers"
     if sizes is None:

@@ -236,7 +236,7 @@ class _Compared(_Road):
 
     def __init__(self, source: Any, replica: Replica, depth: int, every: int) -> None:
         super().__init__(source, replica, depth)
-        self._own, self._every = source, every
+        self._every = every
         self._group: OwnGroup | None = None
         if len(replica.members) > 1:
             self._group = OwnGroup(replica.members, replica.global_rank, replica.gather(secrets.token_hex())[0])
@@ -245,7 +245,7 @@ class _Compared(_Road):
         batch: PackedBatch | None = None
         failure: Exception | None = None
         try:
-            batch = next(self._own)
+            batch = next(self._source)
         except Exception as error:
             failure = error
         try:
@@ -256,7 +256,7 @@ class _Compared(_Road):
         if failure is not None:
             return Made(error=failure)
         self.number += 1
-        return Made(batch=batch, state=self._own.state_later() if self._depth else None)
+        return Made(batch=batch, state=self._source.state_later() if self._depth else None)
 
     def _compare(self, mine: dict[str, Any]) -> None:
         replica, first = self._replica, mine
@@ -284,8 +284,7 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
         "each rank of a replica reads for itself here (dataset.readers=every), and they must read the same; a decoder "
         "that fails or times out on one of them is the usual cause; dataset.readers=one lets one rank read for all"
     )
-    failures = {rank: found["failure"] for rank, found in by_rank.items() if "failure" in found}
-    if failures:
+    if failures := {rank: found["failure"] for rank, found in by_rank.items() if "failure" in found}:
         rank, why = next(iter(failures.items()))
         return f"pack {number} could be read by some ranks of a replica only: rank {rank} says {why!r}; {way_out}"
     (reader, mine), *others = by_rank.items()
@@ -389,8 +388,7 @@ class _Numbered:
         UserError: a rank cannot read or restore its state; all raise what it says."""
 
         def act() -> tuple[Any, Facts]:
-            state = read()
-            if state is None:
+            if (state := read()) is None:
                 return None, ({"packs taken before the restart": None}, {})
             self.restore_state(state)
             source = state["source"] if isinstance(state["source"], dict) else {}

@@ -180,8 +180,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
                 if self._draining and not self._window.buffer:
                     break
                 continue
-            pack = self._emit()
-            if pack is not None:
+            if (pack := self._emit()) is not None:
                 yield pack
         if self.tells_end:
             yield self._end(self.ledger.read - before)
@@ -248,8 +247,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         """Fills the window; returns False if the source ended."""
         planned = len(self._planned.buffer) if self._waits_for_plans else 0
         while len(self._window.buffer) + planned < self.window:
-            sample = next(source, None)
-            if sample is None:
+            if (sample := next(source, None)) is None:
                 return False
             self.ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
@@ -260,8 +258,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         return True
 
     def _plan(self) -> None:
-        held = self._window.buffer
-        if not held:
+        if not (held := self._window.buffer):
             return
         group = list(self.packer.select_pack(held, self._draining))
         ascending = group == sorted(set(group)) and bool(group) and group[0] >= 0 and group[-1] < len(held)

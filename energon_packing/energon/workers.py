@@ -42,8 +42,7 @@ TRIM_SECONDS = 60.0
 def keep_freed_memory() -> bool:
     """Makes this process keep freed memory for its next allocations, so that it stays at its peak size; returns whether
     the C library can, which only glibc does."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return False
     # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB
     # the most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page at first touch.

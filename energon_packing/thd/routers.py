@@ -141,8 +141,7 @@ def experts_read_masks(model: torch.nn.Module) -> bool:
 
 
 def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    mask = getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)
-    if mask is None:
+    if (mask := getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)) is None:
         return None
     # Replaces an existing mask too: Qwen3-VL of Bridge 0.7 derives one from the boundaries, which count the masked rest
     # of a row as a sample.

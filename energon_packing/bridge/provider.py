@@ -406,18 +406,18 @@ class PackProvider(DatasetProvider):
             resumed = step_and_manager()
             left = self._packs_left(resumed, replica.world_size)
             train = self._iterator(config, context.pg_collection, replica)
-            # The state of a plan is the same on every rank, however many saved it.
-            rank = 0 if has_global_packs(config.data.path) else replica.rank
+            planned = has_global_packs(path := config.data.path)
             if resumed is not None and resumed[1] is not None:
                 train.save_apart(resumed[1])
 
             def read() -> Any:
+                # The state of a plan is the same on every rank, however many saved it.
+                rank = 0 if planned else replica.rank
                 state = saved_state(self, resumed, rank=rank, accepted=config.data.accept_changed)
-                if left is not None and replica.is_reader and has_global_packs(path):
+                if left is not None and replica.is_reader and planned:
                     refuse_short_plan(path, state, left)
                 return state
 
-            path = config.data.path
             train.restore_together(read)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers

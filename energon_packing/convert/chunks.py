@@ -175,9 +175,8 @@ def find_sources(
                 again.append(shown(path))
                 continue
             places.add(place)
-            known_as = name if name not in names else address or str(path)
-            # Reports are UTF-8, and the name of a file may be any bytes.
-            known_as = known_as.encode("utf-8", "backslashreplace").decode()
+            known_as = name if name not in names else address or str(path)  # in reports, which are UTF-8
+            known_as = known_as.encode("utf-8", "backslashreplace").decode()  # the name of a file may be any bytes
             files.append(SourceFile(path=path, name=known_as, origin=origin, size=size, address=address))
             names.add(name)
     for found, what, why in ((left, "not read", _LEFT), (again, "read once", _AGAIN)):

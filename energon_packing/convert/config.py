@@ -113,8 +113,7 @@ def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[st
     return names
 
 
-RecordFormat = str
-"""``auto``, or the name of one of `LAYOUTS`."""
+RecordFormat = str  # ``auto``, or the name of one of `LAYOUTS`
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 MissingPlaceholder = Literal["reject", "prepend", "append"]
@@ -310,23 +309,13 @@ _KNOWN = {"file_name", "formatting", "ranking", "columns", "tags", "subset", "sp
 _SHARED = {name: name for name in ("system", "tools", "images", "videos", "audios")}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamedDataset:
-    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion. The rules are those of
-    LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry has the default names;
-    with it, only the columns that it names are read. ``source`` is None if it is elsewhere; media paths are relative to
-    the directory of ``dataset_info.json``."""
-
-    source: Path | None
-    media_root: Path
-    format: RecordFormat
-    column_map: ColumnMap
-    kto_label: str | None
-
-
-def read_dataset_info(path: Path, name: str) -> NamedDataset:
-    """Reads one entry of a ``dataset_info.json``. Raises `UserError`: the file cannot be read or has no such entry;
-    `ConfigError`: the entry asks for something that is not supported."""
+def read_dataset_info(path: Path, name: str) -> dict[str, Any]:
+    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of `ConvertConfig`: ``sources``, ``media_root``,
+    ``format``, ``column_map`` and ``kto_label``. The rules are those of LLaMA-Factory 0.9.5 (``data/parser.py``,
+    ``data/converter.py``): without ``columns`` an entry has the default names; with it, only the columns that it names
+    are read. It has no source if that is elsewhere; media paths are relative to the directory of ``dataset_info.json``.
+    Raises `UserError`: the file cannot be read or has no such entry; `ConfigError`: the entry asks for something that
+    is not supported."""
     try:
         with said_of_system(f"--dataset-info {path} cannot be read"):
             address = remote_address(path)
@@ -353,13 +342,13 @@ def read_dataset_info(path: Path, name: str) -> NamedDataset:
         raise ConfigError(f"{where} has the formatting {formatting!r}; it must be alpaca, sharegpt or openai")
     mapped.update({ours: columns[theirs] for ours, theirs in _SHARED.items() if theirs in columns})
     source = entry.get("file_name")
-    return NamedDataset(
-        source=path.parent / source if isinstance(source, str) else None,
-        media_root=path.parent,
-        format=record_format,
-        column_map=ColumnMap(columns=mapped, roles=roles, only=True, layout=f"{formatting} (dataset_info)"),
-        kto_label=columns.get("kto_tag"),
-    )
+    return {
+        "sources": (path.parent / source,) if isinstance(source, str) else (),
+        "media_root": path.parent,
+        "format": record_format,
+        "column_map": ColumnMap(columns=mapped, roles=roles, only=True, layout=f"{formatting} (dataset_info)"),
+        "kto_label": columns.get("kto_tag"),
+    }
 
 
 def _names(entry: Mapping[str, Any], field: str, defaults: Mapping[str, str], where: str) -> dict[str, str]:

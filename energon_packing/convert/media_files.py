@@ -160,9 +160,8 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
     digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]  # type: ignore[arg-type]
     decode = config.check_media == "full"
-    found: Any = None
     if kind == "image":
-        found = None if decode else jpeg_info(head)
+        found: Any = None if decode else jpeg_info(head)
         if found is None or found.width * found.height > config.max_pixels:
             found = image_info(stream, max_pixels=config.max_pixels, decode=decode)
         extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())

@@ -162,10 +162,8 @@ def measured(media: Media, store: FileStore) -> Media:
     except KeyError as error:
         raise SampleRejected("missing_media", f"{media.kind} {media.name!r} is not in the data set") from error
     except (RuntimeError, NotImplementedError, sqlite3.Error) as error:
-        raise SampleRejected(
-            "unmeasured_media",
-            f"the size of {media.name!r} is unknown; run: energon prepare-media --media-metadata-by-extension DIR",
-        ) from error
+        fix = "run: energon prepare-media --media-metadata-by-extension DIR"
+        raise SampleRejected("unmeasured_media", f"the size of {media.name!r} is unknown; {fix}") from error
     if isinstance(found, ImageMetadata):
         known = media if media.frame_names else Media(kind=media.kind, name=media.name)
         return dataclasses.replace(known, width=found.width, height=found.height)

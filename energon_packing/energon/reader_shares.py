@@ -276,10 +276,8 @@ def _dealt_sample(loader: Any, number: int) -> Any:
 
 def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[Any, ...]) -> Any:
     if restore_key[-1] >= first + samples:
-        raise UserError(
-            f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; it was made "
-            "smaller. Start the data over."
-        )
+        why = "it was made smaller. Start the data over."
+        raise UserError(f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; {why}")
     return internals.WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
 
 

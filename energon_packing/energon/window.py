@@ -340,10 +340,8 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         differs is named with both values. Or an older version saved it, with ``packing_buffer_size``."""
         check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
         if state["__class__"] != type(self).__name__:
-            raise ConfigError(
-                f"The loader state holds a {state['__class__']} of another version, which packed disjoint buffers "
-                "(packing_buffer_size) in its own way; start the data over."
-            )
+            why = "packed disjoint buffers (packing_buffer_size) in its own way; start the data over."
+            raise ConfigError(f"The loader state holds a {state['__class__']} of another version, which {why}")
         super().restore_state(state)
         self._restored = state
 
@@ -383,10 +381,8 @@ class DisjointPackingDataset(WindowPackingDataset):
         times = Counter(map(id, packed))
         named = {id(sample): sample.__key__ for sample in [*packed, *samples]}
         if wrong := [key for name, key in named.items() if times[name] != (name in position)]:
-            raise PackingError(
-                f"select_samples_to_pack leaves out, repeats or makes up {some_of(wrong, SHOWN_KEYS)}; its "
-                "packs must be a partition of the buffer"
-            )
+            what = f"{some_of(wrong, SHOWN_KEYS)}; its packs must be a partition of the buffer"
+            raise PackingError(f"select_samples_to_pack leaves out, repeats or makes up {what}")
         self._planned.put(self._window.take([position[id(sample)] for sample in packed]))
         self._plan_lengths += filter(None, map(len, groups))
 

@@ -431,8 +431,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "cli/convert.py",
-                'if given["kto_label"] != entry',
-                'if given["kto_label"] and given["kto_label"] != entry',
+                'if given["kto_label"] != (label',
+                'if given["kto_label"] and given["kto_label"] != (label',
             ),
         ),
     ),

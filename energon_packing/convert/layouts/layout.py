@@ -16,8 +16,7 @@ from energon_packing.registry import Registry
 TURN_COLUMNS = ("messages", "conversations")  # Columns that hold a list of turns
 ANSWER_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns that hold an answer of a preference pair."""
-SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; cookers select samples by it."""
+SUBFLAVORS = {"energon_packing": "v1"}  # Marks every sample of a converted data set; cookers select samples by it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -240,10 +240,8 @@ def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, acc
     step, manager = resumed
     given = getattr(dataset, "dataloader_load", None)
     folder = getattr(manager, "checkpointing_context", {}).get("dataloader_state_dir") if given is None else given
-    anew = (
-        f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
-        "so that Bridge looks for none)."
-    )
+    too = 'and dataset.dataloader_load="" so that Bridge looks for none'
+    anew = f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew ({too}).'
     places = [Path(folder) / f"{name}{step:07d}" / FILE.format(rank) for name in (STATES, "iter_")] if folder else []
     path = next((path for path in places if path.is_file()), None)
     if path is not None:
@@ -346,11 +344,8 @@ class PackProvider(DatasetProvider):
         self.run_config(ParallelConfig())
         if (container := container_under_validation()) is None or container.dataset is not self:
             # No logger: Bridge's setup filters the warnings of all of them (``logger.filter_warnings``).
-            warnings.warn(
-                "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "
-                "were not enforced. Call cfg.validate().",
-                stacklevel=2,
-            )
+            why = "the rules about model and trainer were not enforced. Call cfg.validate()."
+            warnings.warn(f"dataset.finalize() was not called by ConfigContainer.validate(): {why}", stacklevel=2)
             return
         evaluates = self.do_validation and container.validation.eval_iters
         if has_global_packs(self.path) and not self.validation_path and evaluates:

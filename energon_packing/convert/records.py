@@ -170,11 +170,10 @@ class ParsedRecord:
         media: list[Media] = []
         for reference in self.references:
             own = list(islice(checked, len(reference.paths)))
-            media.append(
-                media_of_frames(own, fps=reference.fps, times=reference.times)
-                if reference.is_frames
-                else next(file.media(name) for name, file in own)
-            )
+            if reference.is_frames:
+                media.append(media_of_frames(own, fps=reference.fps, times=reference.times))
+            else:
+                media += [file.media(name) for name, file in own]
         said = ("turns", "tools", "chosen", "rejected", "extras", "source_id")
         return Conversation(key=key, media=tuple(media), **{name: getattr(self, name) for name in said}).to_record()
 

@@ -133,10 +133,8 @@ class LoaderBase(ABC):
                 counts = f"{max(report.read, dropped)} samples were read and {dropped} dropped ({common}{example})."
                 raise NothingToPack(f"The epoch ended without a pack: {counts} Fix the data, the limits or data.split.")
             filled = f", so its {report.padding_packs} packs were padding" if report.padding_packs else ""
-            self.tell(
-                f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
-                "data.split more samples, or use fewer ranks."
-            )
+            fix = f"{filled}; give data.split more samples, or use fewer ranks."
+            self.tell(f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{fix}")
         if self._shares is not None and (over := self._shares.over_at_end()):
             count, read, budget = over
             most = f"more than drop_budget={budget:g} allows. Fix the data, or raise the budget."

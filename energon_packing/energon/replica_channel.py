@@ -383,7 +383,5 @@ class StageSpread:
 def rank_gone(replica: Replica, rank: int, error: Exception) -> PackingError:
     """Says that a rank got no pack from another one, and which of them reads."""
     role = "which reads for its replica" if rank == replica.reader else f"which passes on what {replica.reader} reads"
-    return PackingError(
-        f"rank {replica.global_rank} got no pack from rank {rank}, {role}; that rank has ended or was silent for too "
-        f"long, look at its output ({error})"
-    )
+    why = f"that rank has ended or was silent for too long, look at its output ({error})"
+    return PackingError(f"rank {replica.global_rank} got no pack from rank {rank}, {role}; {why}")

@@ -294,16 +294,12 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
         for at, (ours, theirs) in enumerate(itertools.zip_longest(mine["keys"], found["keys"])):
             if ours != theirs:
                 names = ["no further sample" if key is None else repr(key) for key in (ours, theirs)]
-                return (
-                    f"pack {number} differs inside a replica from sample {at} on: rank {reader} has {names[0]}, rank "
-                    f"{rank} has {names[1]}; {way_out}"
-                )
+                both = f"rank {reader} has {names[0]}, rank {rank} has {names[1]}"
+                return f"pack {number} differs inside a replica from sample {at} on: {both}; {way_out}"
         left, right = mine["fields"], found["fields"]
         if differ := [name for name in {**left, **right} if left.get(name) != right.get(name)]:
-            return (
-                f"pack {number} differs inside a replica in {differ[0]!r} of the samples {', '.join(mine['keys'])}: "
-                f"rank {reader} and rank {rank} have other values; {way_out}"
-            )
+            where = f"in {differ[0]!r} of the samples {', '.join(mine['keys'])}: rank {reader} and rank {rank}"
+            return f"pack {number} differs inside a replica {where} have other values; {way_out}"
     return f"pack {number} differs inside a replica; {way_out}"
 
 

@@ -392,10 +392,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: an error becomes the sample's problem."""
         if not isinstance(sample, ConversationSample):  # of a data set that is cooked by nobody
-            refused = ConfigError(
-                f"{data_of(sample)} gives {type(sample).__name__}, no conversations: convert it with 'energon-packing "
-                "convert', or make it a CrudeWebdataset and give a cooker for it."
-            )
+            fix = "convert it with 'energon-packing convert', or make it a CrudeWebdataset and give a cooker for it."
+            refused = ConfigError(f"{data_of(sample)} gives {type(sample).__name__}, no conversations: {fix}")
             sample = ConversationSample.derive_from(sample, conversation=None, problem=Problem.of(refused))
         problem = sample.problem
         measured: AnyMeasured | None = None

@@ -82,7 +82,7 @@ class MediaFile:
 
     def media(self, name: str) -> Media:
         """The record's entry for the file, which is stored under a name."""
-        sizes = {name: getattr(self, name) for name in ("kind", "width", "height", "frames", "fps", "duration")}
+        sizes = {each: getattr(self, each) for each in ("kind", "width", "height", "frames", "fps", "duration")}
         return Media(name=name, **sizes, time_points=tuple(self.time_points))  # a journal has lists
 
 

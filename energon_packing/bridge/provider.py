@@ -360,11 +360,9 @@ class PackProvider(DatasetProvider):
         run, model = self._run, getattr(self._run, "model", None)
         tensor, context, pipeline = (group_size(getattr(groups, name, None)) for name in ("tp", "cp", "pp"))
         if run is None:
-            warnings.warn(
-                "The data set was not told about its run: rows are aligned as if sequence parallelism were on and "
-                "evaluation had the same context parallelism. Call cfg.validate(), or cfg.dataset.follow(cfg).",
-                stacklevel=2,
-            )
+            how = "as if sequence parallelism were on and evaluation had the same context parallelism"
+            fix = "Call cfg.validate(), or cfg.dataset.follow(cfg)."
+            warnings.warn(f"The data set was not told about its run: rows are aligned {how}. {fix}", stacklevel=2)
         return ParallelConfig(
             tensor_parallel=tensor,
             context_parallel=context,

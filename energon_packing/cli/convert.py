@@ -201,11 +201,9 @@ def _read_dataset_info(path: Path, dataset: str, sources: tuple[Path, ...], give
         if label is None:
             fix = "leave the option out, or add it to the entry"
             raise ConfigError(f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; {fix}")
-        raise ConfigError(  # unwanted answers come in only where the user says so
-            f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {label}), and "
-            f"cross-entropy would train both; add --kto-label {label} to keep the labels, which "
-            "packing.pairs of a run decides about"
-        )
+        why = f"labels its answers as wanted or unwanted (kto_tag: {label}), and cross-entropy would train both"
+        fix = f"add --kto-label {label} to keep the labels, which packing.pairs of a run decides about"
+        raise ConfigError(f"the entry {dataset!r} {why}; {fix}")  # unwanted ones come in only where the user says so
     given |= {name: entry[name] for name in ("column_map", "format")}
     given["media_root"] = given["media_root"] or entry["media_root"]
     if not (found := sources or entry["sources"]):

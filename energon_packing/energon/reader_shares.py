@@ -197,11 +197,10 @@ class _Source:
         asked = float(held.sum() * self.finite.repeats)
         given = int(np.sum(np.floor(held * (self.finite.repeats % 1)) + held * int(self.finite.repeats)))
         if not given or asked - given >= max(1.0, 0.01 * asked):
-            raise UserError(
-                f"{len(held)} readers (ranks x workers) would read {given} samples of {self.name} in an epoch, which "
-                f"has {int(held.sum())} and is to be repeated {self.finite.repeats:g} times. Use fewer readers or a "
-                "whole number of repetitions, or give it a weight in a blend."
-            )
+            has = f"has {int(held.sum())} and is to be repeated {self.finite.repeats:g} times"
+            fix = "Use fewer readers or a whole number of repetitions, or give it a weight in a blend."
+            read = f"{len(held)} readers (ranks x workers) would read {given} samples of {self.name} in an epoch"
+            raise UserError(f"{read}, which {has}. {fix}")
 
     def deal(
         self,

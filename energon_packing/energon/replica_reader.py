@@ -205,11 +205,9 @@ class _PassedOn(_Road):
                 raise ConfigError(text) if name == "ConfigError" else UserError(text)
             raise PackingError(f"rank {replica.reader}, which reads for this replica, failed with {name}: {text}")
         if message.number != self.number:
-            raise PackingError(
-                f"rank {replica.global_rank} is at pack {self.number}, but rank {replica.reader}, which reads for its "
-                f"replica, is at pack {message.number}; restore both from one checkpoint, and let every pipeline stage "
-                "read every micro-batch"
-            )
+            reader = f"rank {replica.reader}, which reads for its replica, is at pack {message.number}"
+            fix = "restore both from one checkpoint, and let every pipeline stage read every micro-batch"
+            raise PackingError(f"rank {replica.global_rank} is at pack {self.number}, but {reader}; {fix}")
         if message.kind == channel.END:
             raise StopIteration
         return Made(batch=pack_from_bytes(message.text, [block.view() for block in message.blocks]))

@@ -71,11 +71,9 @@ def check_fingerprint(saved: Any, own: Mapping[str, Any], accepted: Sequence[str
         raise ConfigError("The saved loader state does not say with which settings it was made; start the data over.")
     for name in READERS:
         if name in accepted and saved.get(name) != own.get(name):
-            raise ConfigError(
-                f"data.accept_changed names {name!r}, but the saved loader state has one part per reader of "
-                f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
-                "(docs/offline.md), whose state fits any number."
-            )
+            parts = f"one part per reader of {saved.get(name)} {name}, and this run has {own.get(name)}"
+            fix = "restore the number, or train from a plan (docs/offline.md), whose state fits any number."
+            raise ConfigError(f"data.accept_changed names {name!r}, but the saved loader state has {parts}; {fix}")
     names = sorted(saved.keys() | own.keys())
     differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
     causes = {

@@ -105,11 +105,9 @@ def verify_targets(
     ends = starts[:-1] + lengths - 1
     if (bad := np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))).size:
         index = int(bad[0])
-        raise PackingError(
-            f"sample {keys[index]}: its last token has label {labels[ends[index]]} and weight "
-            f"{loss_mask[ends[index]]:g}; nothing follows it inside the sample, so it needs label {IGNORE_INDEX} "
-            "and weight 0"
-        )
+        last = f"label {labels[ends[index]]} and weight {loss_mask[ends[index]]:g}"
+        why = f"nothing follows it inside the sample, so it needs label {IGNORE_INDEX} and weight 0"
+        raise PackingError(f"sample {keys[index]}: its last token has {last}; {why}")
     impossible = ~((loss_mask >= 0) & (loss_mask < np.inf))
     wrong = impossible | ((loss_mask > 0) & (labels < 0))
     if wrong.any():

@@ -112,7 +112,7 @@ class Auditing:
         found = read_chunk(task, max_record_bytes=self._config.max_record_bytes, columns=names)
         for index, raw in enumerate(chain.from_iterable(map(records.unlisted, found))):
             name = raw.value.get(names.get("id", "id")) if isinstance(raw.value, dict) else None
-            if isinstance(raw.value, Conversation) and raw.value.key != "messages":  # as `from_messages` names one without
+            if isinstance(raw.value, Conversation) and raw.value.key != "messages":  # `from_messages` was given one
                 name = raw.value.key
             key, named, warnings = wanted_key(name, raw.source.name, raw.number)
             if not named:

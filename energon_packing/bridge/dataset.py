@@ -62,8 +62,7 @@ class MicroBatchForm:
         """Returns what ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads of samples without padding, or of none.
         Raises `PackingError`: positions that are not ``[1, T]``, the only ones that Bridge's packer takes."""
         if batch.position_ids.dim() != 2:
-            shape = list(batch.position_ids.shape)
-            why = f"Bridge's collators have no format for positions of shape {shape}"
+            why = f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}"
             raise PackingError(f"{why}; set encoder.position_ids to 1d")
         rows = thd.unpack(batch)
         extra = tuple(TokenField(name=name, dtype=tensor.dtype) for name, tensor in batch.extra.items())
@@ -265,8 +264,7 @@ class PackedEnergonDatasetConfig(PackProvider):
         )
 
     def _model_cost(self) -> ModelCost:
-        found = cost_of_run(self._run)
-        if found is None:
+        if (found := cost_of_run(self._run)) is None:
             name = type(getattr(self._run, "model", None)).__name__
             warnings.warn(f"dataset.packing.cost_model: the layers of {name} {UNKNOWN}", stacklevel=2)
         return found or CONSTANTS

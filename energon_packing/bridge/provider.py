@@ -239,12 +239,9 @@ def saved_state(dataset: Any, resumed: tuple[int, Any] | None, *, rank: int, acc
         return None
     step, manager = resumed
     given = getattr(dataset, "dataloader_load", None)
-    of_checkpoint = getattr(manager, "checkpointing_context", {}).get("dataloader_state_dir")
-    folder = of_checkpoint if given is None else given
-    anew = (
-        f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
-        "so that Bridge looks for none)."
-    )
+    folder = getattr(manager, "checkpointing_context", {}).get("dataloader_state_dir") if given is None else given
+    too = 'and dataset.dataloader_load="" so that Bridge looks for none'
+    anew = f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew ({too}).'
     places = [Path(folder) / f"{name}{step:07d}" / FILE.format(rank) for name in (STATES, "iter_")] if folder else []
     path = next((path for path in places if path.is_file()), None)
     if path is not None:
@@ -345,14 +342,10 @@ class PackProvider(DatasetProvider):
             (every < 1, f"dataset.compare_every is {every}; it must be at least 1, which compares every pack."),
         )
         self.run_config(ParallelConfig())
-        container = container_under_validation()
-        if container is None or container.dataset is not self:
+        if (container := container_under_validation()) is None or container.dataset is not self:
             # No logger: Bridge's setup filters the warnings of all of them (``logger.filter_warnings``).
-            warnings.warn(
-                "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "
-                "were not enforced. Call cfg.validate().",
-                stacklevel=2,
-            )
+            why = "the rules about model and trainer were not enforced. Call cfg.validate()."
+            warnings.warn(f"dataset.finalize() was not called by ConfigContainer.validate(): {why}", stacklevel=2)
             return
         evaluates = self.do_validation and container.validation.eval_iters
         if has_global_packs(self.path) and not self.validation_path and evaluates:
@@ -367,11 +360,9 @@ class PackProvider(DatasetProvider):
         run, model = self._run, getattr(self._run, "model", None)
         tensor, context, pipeline = (group_size(getattr(groups, name, None)) for name in ("tp", "cp", "pp"))
         if run is None:
-            warnings.warn(
-                "The data set was not told about its run: rows are aligned as if sequence parallelism were on and "
-                "evaluation had the same context parallelism. Call cfg.validate(), or cfg.dataset.follow(cfg).",
-                stacklevel=2,
-            )
+            how = "as if sequence parallelism were on and evaluation had the same context parallelism"
+            fix = "Call cfg.validate(), or cfg.dataset.follow(cfg)."
+            warnings.warn(f"The data set was not told about its run: rows are aligned {how}. {fix}", stacklevel=2)
         return ParallelConfig(
             tensor_parallel=tensor,
             context_parallel=context,
@@ -408,18 +399,18 @@ class PackProvider(DatasetProvider):
             resumed = step_and_manager()
             left = self._packs_left(resumed, replica.world_size)
             train = self._iterator(config, context.pg_collection, replica)
-            # The state of a plan is the same on every rank, however many saved it.
-            rank = 0 if has_global_packs(config.data.path) else replica.rank
+            planned = has_global_packs(path := config.data.path)
             if resumed is not None and resumed[1] is not None:
                 train.save_apart(resumed[1])
 
             def read() -> Any:
+                # The state of a plan is the same on every rank, however many saved it.
+                rank = 0 if planned else replica.rank
                 state = saved_state(self, resumed, rank=rank, accepted=config.data.accept_changed)
-                if left is not None and replica.is_reader and has_global_packs(path):
+                if left is not None and replica.is_reader and planned:
                     refuse_short_plan(path, state, left)
                 return state
 
-            path = config.data.path
             train.restore_together(read)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers

@@ -158,8 +158,7 @@ def convert(
         sources = _read_dataset_info(dataset_info, dataset, sources, given)
     if not sources:
         raise click.UsageError("Missing argument 'SRC...'.")
-    dry_run = given["dry_run"]
-    if out is None and not dry_run:
+    if not (dry_run := given["dry_run"]) and out is None:
         raise click.UsageError("Missing option '--out'; only --dry-run does without it.")
     others = f" and {counted(len(sources) - 1, 'other source')}" if len(sources) > 1 else ""
     starting(f"{'Checking' if dry_run else 'Converting'} {shown(sources[0])}{others}", quiet=as_json)
@@ -198,20 +197,18 @@ def _read_dataset_info(path: Path, dataset: str, sources: tuple[Path, ...], give
     if given["column_map"] or given["format"] != "auto":
         raise ConfigError("--dataset-info sets columns, roles and format; leave out the options for them")
     entry = read_dataset_info(path, dataset)
-    if given["kto_label"] != entry.kto_label:
-        if entry.kto_label is None:
+    if given["kto_label"] != (label := entry["kto_label"]):
+        if label is None:
             fix = "leave the option out, or add it to the entry"
             raise ConfigError(f"--kto-label {given['kto_label']}: the entry {dataset!r} has no kto_tag; {fix}")
-        raise ConfigError(  # unwanted answers come in only where the user says so
-            f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {entry.kto_label}), and "
-            f"cross-entropy would train both; add --kto-label {entry.kto_label} to keep the labels, which "
-            "packing.pairs of a run decides about"
-        )
-    given |= {"column_map": entry.column_map, "format": entry.format}
-    given["media_root"] = given["media_root"] or entry.media_root
-    if not sources and entry.source is None:
+        why = f"labels its answers as wanted or unwanted (kto_tag: {label}), and cross-entropy would train both"
+        fix = f"add --kto-label {label} to keep the labels, which packing.pairs of a run decides about"
+        raise ConfigError(f"the entry {dataset!r} {why}; {fix}")  # unwanted ones come in only where the user says so
+    given |= {name: entry[name] for name in ("column_map", "format")}
+    given["media_root"] = given["media_root"] or entry["media_root"]
+    if not (found := sources or entry["sources"]):
         raise ConfigError(f"--dataset {dataset} is not a local file; download it and name its files as SRC")
-    return sources or tuple(filter(None, [entry.source]))
+    return found
 
 
 def _failure(report: ConversionReport, config: ConvertConfig, allow_truncated: bool) -> str | None:

@@ -94,8 +94,7 @@ class Chunk:
 
     def broken(self, number: int, detail: str, reason: str = "bad_json", note: str = "") -> RawRecord:
         """The record of this number, which cannot be read."""
-        error = SampleRejected(reason, f"{self.where(number)}{note}: {detail}")
-        return self.record(number, None, note, error=error)
+        return self.record(number, None, note, error=SampleRejected(reason, f"{self.where(number)}{note}: {detail}"))
 
 
 def one_line(error: BaseException) -> str:
@@ -144,8 +143,7 @@ _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"
 
 def suffix_of(path: Path) -> tuple[str, str | None]:
     """The suffix of a file's content, lower case, and how the file is compressed: None, ``gzip`` or ``zstd``."""
-    suffix = path.suffix.lower()
-    if suffix == ".tgz":
+    if (suffix := path.suffix.lower()) == ".tgz":
         return TAR_SUFFIX, "gzip"
     compression = COMPRESSIONS.get(suffix)
     return (Path(path.stem).suffix.lower() if compression else suffix), compression
@@ -173,14 +171,12 @@ def find_sources(
         remote = remote_address(source) is not None
         for path, name, size in _found_remote(source, left) if remote else _found(source, is_shut, left):
             address = remote_address(path) if remote else None
-            place = address or os.path.realpath(path)
-            if place in places:
+            if (place := address or os.path.realpath(path)) in places:
                 again.append(shown(path))
                 continue
             places.add(place)
-            known_as = name if name not in names else address or str(path)
-            # Reports are UTF-8, and the name of a file may be any bytes.
-            known_as = known_as.encode("utf-8", "backslashreplace").decode()
+            known_as = name if name not in names else address or str(path)  # in reports, which are UTF-8
+            known_as = known_as.encode("utf-8", "backslashreplace").decode()  # the name of a file may be any bytes
             files.append(SourceFile(path=path, name=known_as, origin=origin, size=size, address=address))
             names.add(name)
     for found, what, why in ((left, "not read", _LEFT), (again, "read once", _AGAIN)):

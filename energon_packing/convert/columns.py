@@ -106,8 +106,7 @@ class MediaReference:
 
     @property
     def files(self) -> tuple[FileReference, ...]:
-        kind: MediaKind = "image" if self.is_frames else self.kind
-        return tuple(FileReference(kind=kind, path=path) for path in self.paths)
+        return tuple(FileReference(kind="image" if self.is_frames else self.kind, path=path) for path in self.paths)
 
 
 @dataclass(slots=True)
@@ -149,8 +148,7 @@ class RecordMedia:
     def check(self) -> None:
         """Checks that each entry of the columns has its placeholder, else raises ``placeholder_mismatch``."""
         for kind, column in self.columns.items():
-            entries = self.named[kind]
-            if set(entries) == set(range(len(column))):
+            if set(entries := self.named[kind]) == set(range(len(column))):
                 continue
             count, named = len(entries), f"the record names {len(column)} {kind}(s)"
             with_some = f"the text has {count} <{kind}> placeholder(s), but {named}"
@@ -206,8 +204,7 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
 
 def filled_column(record: Mapping[str, Any], names: Collection[str]) -> str | None:
     """Which of some columns of one meaning has a value, or None; raises ``conflicting_columns`` if several have."""
-    filled = [name for name in names if not says_nothing(record.get(name))]
-    if len(filled) > 1:
+    if len(filled := [name for name in names if not says_nothing(record.get(name))]) > 1:
         raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
     return filled[0] if filled else None
 
@@ -415,8 +412,7 @@ def _names_of_pair(name: str) -> tuple[list[str], list[str]]:
 def _extra_column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
     value = record.get(name)
     for names in _names_of_pair(name) if pair else ():
-        parts = [record.get(column) for column in names]
-        if parts == [None, None]:
+        if (parts := [record.get(column) for column in names]) == [None, None]:
             continue
         if value is not None:
             raise SampleRejected("conflicting_columns", f"the record has both {name!r} and {names[0]!r}")

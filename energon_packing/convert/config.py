@@ -13,7 +13,7 @@ from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.fields import ROLE_OF, says_nothing
 from energon_packing.convert.layouts.layout import LAYOUTS, all_layouts
 from energon_packing.convert.layouts.layout import Layout as RecordLayout
-from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, SampleRejected, UserError, said_of_system
 from energon_packing.executors.work import ExecutorConfig
 from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.registry import named_object
@@ -77,8 +77,7 @@ class ColumnMap:
         found = {name: value for name, value in own.items() if name not in left}
         found |= {name: record[column] for name, column in theirs.items() if column in record}
         for name in _MESSAGES if self.roles or not self.columns.keys().isdisjoint(FIELDS) else ():
-            value = found.get(name)
-            if isinstance(value, list | dict):
+            if isinstance(value := found.get(name), list | dict):
                 found[name] = [*map(self._message, value)] if isinstance(value, list) else self._message(value)
         return found, {name for name in left if not says_nothing(own[name])}
 
@@ -114,8 +113,7 @@ def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[st
     return names
 
 
-RecordFormat = str
-"""``auto``, or the name of one of `LAYOUTS`."""
+RecordFormat = str  # ``auto``, or the name of one of `LAYOUTS`
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 MissingPlaceholder = Literal["reject", "prepend", "append"]
@@ -192,9 +190,8 @@ class ConvertConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        given = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
         out, root = Path(self.out), None if self.media_root is None else Path(self.media_root)
-        sources = tuple(map(Path, given))
+        sources = tuple(map(Path, (self.sources,) if isinstance(self.sources, str | Path) else self.sources))
         for option, paths in (("SRC", sources), ("--out", (out,)), ("--media-root", (root,))):
             for path in filter(None, paths):
                 check_remote(option, path)
@@ -264,8 +261,7 @@ class ConvertConfig:
 
 def load_reader(name: str) -> Callable[[Path], Iterable[Any]]:
     """Returns the generator that MODULE:GENERATOR names; raises `ConfigError` if there is none."""
-    reader = named_object(name, "--reader")
-    if not callable(reader):
+    if not callable(reader := named_object(name, "--reader")):
         raise ConfigError(f"--reader {name} is {reader!r:.60}; name a function that takes a path and yields records")
     return reader
 
@@ -313,28 +309,17 @@ _KNOWN = {"file_name", "formatting", "ranking", "columns", "tags", "subset", "sp
 _SHARED = {name: name for name in ("system", "tools", "images", "videos", "audios")}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamedDataset:
-    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of a conversion. The rules are those of
-    LLaMA-Factory 0.9.5 (``data/parser.py``, ``data/converter.py``): without ``columns`` an entry has the default names;
-    with it, only the columns that it names are read. ``source`` is None if it is elsewhere; media paths are relative to
-    the directory of ``dataset_info.json``."""
-
-    source: Path | None
-    media_root: Path
-    format: RecordFormat
-    column_map: ColumnMap
-    kto_label: str | None
-
-
-def read_dataset_info(path: Path, name: str) -> NamedDataset:
-    """Reads one entry of a ``dataset_info.json``. Raises `UserError`: the file cannot be read or has no such entry;
-    `ConfigError`: the entry asks for something that is not supported."""
+def read_dataset_info(path: Path, name: str) -> dict[str, Any]:
+    """One entry of LLaMA-Factory's ``dataset_info.json``, as options of `ConvertConfig`: ``sources``, ``media_root``,
+    ``format``, ``column_map`` and ``kto_label``. The rules are those of LLaMA-Factory 0.9.5 (``data/parser.py``,
+    ``data/converter.py``): without ``columns`` an entry has the default names; with it, only the columns that it names
+    are read. It has no source if that is elsewhere; media paths are relative to the directory of ``dataset_info.json``.
+    Raises `UserError`: the file cannot be read or has no such entry; `ConfigError`: the entry asks for something that
+    is not supported."""
     try:
-        address = remote_address(path)
-        entries = json.loads((path.read_bytes() if address is None else read(address)).decode())
-    except OSError as error:
-        raise UserError(f"--dataset-info {path} cannot be read: {error.strerror or error}") from error
+        with said_of_system(f"--dataset-info {path} cannot be read"):
+            address = remote_address(path)
+            entries = json.loads((path.read_bytes() if address is None else read(address)).decode())
     except ValueError as error:
         raise UserError(f"--dataset-info {path} is not JSON: {error}") from error
     if not isinstance(entries, dict) or not isinstance(entries.get(name), dict):
@@ -357,13 +342,13 @@ def read_dataset_info(path: Path, name: str) -> NamedDataset:
         raise ConfigError(f"{where} has the formatting {formatting!r}; it must be alpaca, sharegpt or openai")
     mapped.update({ours: columns[theirs] for ours, theirs in _SHARED.items() if theirs in columns})
     source = entry.get("file_name")
-    return NamedDataset(
-        source=path.parent / source if isinstance(source, str) else None,
-        media_root=path.parent,
-        format=record_format,
-        column_map=ColumnMap(columns=mapped, roles=roles, only=True, layout=f"{formatting} (dataset_info)"),
-        kto_label=columns.get("kto_tag"),
-    )
+    return {
+        "sources": (path.parent / source,) if isinstance(source, str) else (),
+        "media_root": path.parent,
+        "format": record_format,
+        "column_map": ColumnMap(columns=mapped, roles=roles, only=True, layout=f"{formatting} (dataset_info)"),
+        "kto_label": columns.get("kto_tag"),
+    }
 
 
 def _names(entry: Mapping[str, Any], field: str, defaults: Mapping[str, str], where: str) -> dict[str, str]:

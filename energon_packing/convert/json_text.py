@@ -88,8 +88,7 @@ class DigestingReader:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._digest = stream, hashlib.sha256()
-        self.position = 0
-        """Bytes read so far."""
+        self.position = 0  # bytes read so far
 
     def read(self, size: int, *, line: bool = False) -> bytes:
         """Reads up to ``size`` bytes, fewer at the end only; a ``line`` ends them, too."""
@@ -159,8 +158,7 @@ def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> It
             if (mark := source.peek()) == "]":
                 break
             if mark != ",":
-                error = f"expected ',', found {mark!r}" if mark else "the array is not closed"
-                yield Element(error=error, last=True)
+                yield Element(error=f"expected ',', found {mark!r}" if mark else "the array is not closed", last=True)
                 return
             source.at += 1
             if source.peek() == "]":

@@ -21,11 +21,10 @@ MAX_KEY_LENGTH = 72
 """Most characters of a key: a tar header has 100 for the whole name, and longer names need extension records."""
 
 
-def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
+def wanted_key(name: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
     """The key that one record asks for: its ``id`` if that is text or a number, else its place in the source file. Also
     returns whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a key
     cannot have), ``unusable_id`` (neither text nor number; ignored)."""
-    name = record.get("id") if isinstance(record, dict) else None
     if type(name) is str and name and len(name) <= MAX_KEY_LENGTH and _SAFE.fullmatch(name) and name.strip("_"):
         return name, True, []  # nearly all ids
     usable = isinstance(name, str | int | float) and not isinstance(name, bool)
@@ -162,8 +161,7 @@ class SplitAssigner:
 
     def __init__(self, split: Mapping[str, float]) -> None:
         self.names = list(split)
-        self.counts = [0] * len(self.names)
-        """Samples of each split so far."""
+        self.counts = [0] * len(self.names)  # samples of each split so far
         self._ends = np.cumsum(list(split.values()))
         self._ends[-1] = 1.0
         # (empty split, the split that the samples are in) -> the nearest positions, and the samples of each

@@ -56,16 +56,21 @@ LINT_FILE = "lint.yaml"
 """Describes the records to `energon info` and `energon lint`, whose ``--dataset-config`` takes it."""
 
 
+def place_of(path: str) -> Any:
+    """A path of this machine, or a place in a store by its ``msc://`` address, with the same methods."""
+    if "://" not in path:
+        return Path(path)
+    from megatron.energon.epathlib import EPath
+
+    return EPath(path)
+
+
 def dataset_entry(path: str | Path) -> str:
     """The path of a data set to pass to `megatron.energon.get_train_dataset`: ``DIR/dataset.yaml`` of a polylithic data
     set, the directory of a WebDataset, or the file itself. Raises UserError: the path does not exist or is not a data
     set. ``path`` is a directory made by `convert`, any prepared Energon WebDataset, a metadataset YAML file, or the
     ``msc://`` address of one of them."""
-    place: Any = Path(path)
-    if "://" in str(path):
-        from megatron.energon.epathlib import EPath
-
-        place = EPath(str(path))
+    place = place_of(str(path))
     if place.is_file():
         if place.name.endswith((".yaml", ".yml")):
             return str(path)

@@ -82,8 +82,7 @@ class MediaFile:
 
     def media(self, name: str) -> Media:
         """The record's entry for the file, which is stored under a name."""
-        shown = ("kind", "width", "height", "frames", "fps", "duration")
-        sizes = {field: getattr(self, field) for field in shown}
+        sizes = {each: getattr(self, each) for each in ("kind", "width", "height", "frames", "fps", "duration")}
         return Media(name=name, **sizes, time_points=tuple(self.time_points))  # a journal has lists
 
 
@@ -131,8 +130,7 @@ def _plain_file(reference: str, root: str) -> str | None:
     directory, _, name = reference.rpartition("/")
     if name in ("", ".", "..") or reference.startswith("/"):
         return None
-    real = _real_directory(f"{root}/{directory}")
-    if real != root and not real.startswith(root.rstrip("/") + "/"):
+    if (real := _real_directory(f"{root}/{directory}")) != root and not real.startswith(root.rstrip("/") + "/"):
         return None
     path = f"{real}/{name}"
     try:
@@ -162,9 +160,8 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
     head = stream.peek() if kind == "image" else b""  # type: ignore[attr-defined]
     digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]  # type: ignore[arg-type]
     decode = config.check_media == "full"
-    found: Any = None
     if kind == "image":
-        found = None if decode else jpeg_info(head)
+        found: Any = None if decode else jpeg_info(head)
         if found is None or found.width * found.height > config.max_pixels:
             found = image_info(stream, max_pixels=config.max_pixels, decode=decode)
         extension = _EXTENSION_OF_IMAGE.get(found.format, found.format.lower())
@@ -236,8 +233,7 @@ class RecordFiles:
         self._check(len(content))
         suffix = os.path.splitext(name)[1]
         suffix = suffix.lower() if _SUFFIX.fullmatch(suffix) else ""
-        path = self._directory / (hashlib.sha256(content).hexdigest() + suffix)
-        if not path.exists():
+        if not (path := self._directory / (hashlib.sha256(content).hexdigest() + suffix)).exists():
             part = self._directory / f".{os.urandom(8).hex()}"
             part.write_bytes(content)
             os.utime(part, (1, 1))  # seconds: nothing else writes these files, so their time stamps need not say when
@@ -377,8 +373,7 @@ class MediaChecker:
         most, of = self._config.max_media_bytes, self._kinds[kind]
         try:
             with open_regular(path) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                if size == 0:
+                if (size := os.fstat(stream.fileno()).st_size) == 0:
                     return SampleRejected(of.corrupt, "the file is empty")
                 if size > most:
                     return SampleRejected("media_too_large", f"{size} bytes, more than the limit of {most}")

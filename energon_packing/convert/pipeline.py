@@ -111,12 +111,10 @@ class Auditing:
         contents: list[bytes] = []
         found = read_chunk(task, max_record_bytes=self._config.max_record_bytes, columns=names)
         for index, raw in enumerate(chain.from_iterable(map(records.unlisted, found))):
-            wanted = raw.value
-            if "id" in names and isinstance(wanted, dict):
-                wanted = {"id": wanted.get(names["id"])}
-            if isinstance(raw.value, Conversation):  # whose key is "messages" if `from_messages` was given none
-                wanted = {} if raw.value.key == "messages" else {"id": raw.value.key}
-            key, named, warnings = wanted_key(wanted, raw.source.name, raw.number)
+            name = raw.value.get(names.get("id", "id")) if isinstance(raw.value, dict) else None
+            if isinstance(raw.value, Conversation) and raw.value.key != "messages":  # `from_messages` was given one
+                name = raw.value.key
+            key, named, warnings = wanted_key(name, raw.source.name, raw.number)
             if not named:
                 audit.unnamed.append(index)
             audit.keys.append(key)
@@ -164,10 +162,8 @@ class Auditing:
         audit.ignored.update(parsed.ignored)
         if files:
             audit.named[len(audit.sizes)] = names
-        if any(file.transparent for file in files):
-            warnings.append("transparent_image")
-        if any(getattr(file, "animated", False) for file in files):
-            warnings.append("first_frame_only")
+        warnings += ["transparent_image"] * any(file.transparent for file in files)
+        warnings += ["first_frame_only"] * any(getattr(file, "animated", False) for file in files)
         warnings += ["uneven_frame_times"] * sum(bool(getattr(file, "time_points", ())) for file in files)
         for file, stamp in checked:
             audit.files.setdefault(file.name, (file, stamp))
@@ -200,9 +196,8 @@ class ReadRecords:
         """Adds the records of the next chunk, and writes to the files of rejected records and of warnings. Raises as
         `MediaTable.add` does."""
         source, keys = chunk.source, audit.keys
-        hashes = np.frombuffer(audit.digests, ">u8").astype(np.uint64)
         positions = positions_of(audit.contents)
-        changed = self._keys.assign_all(keys, hashes)
+        changed = self._keys.assign_all(keys, np.frombuffer(audit.digests, ">u8").astype(np.uint64))
         for index, key in changed.items():
             keys[index] = key
         self.read += len(keys)
@@ -268,8 +263,7 @@ def _counted_as(name: str, counts: Mapping[str, Any], what: str) -> str:
     return name if name in counts or len(counts) < _MOST_NAMES else f"(other {what})"
 
 
-Whole = Callable[[Path, Path], None]
-"""Takes a tar that is whole, and the directory that is built."""
+Whole = Callable[[Path, Path], None]  # Takes a tar that is whole, and the directory that is built
 
 
 def convert(

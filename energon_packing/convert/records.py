@@ -43,23 +43,14 @@ _ALIASES = {"human": "user", "gpt": "assistant"}
 _EXPECTED = {layout.name: layout.expects for layout in (SHAREGPT, OPENAI)}
 
 
-@dataclass(frozen=True, slots=True)
-class RawPair:
-    """The unparsed messages of a pair: the beginning and the two answers, and the column of each of the three."""
-
-    beginning: list[Any]
-    chosen: list[Any]
-    rejected: list[Any]
-    columns: tuple[str, str, str]
-
-
-def find_pair(record: Mapping[str, Any]) -> RawPair | None:
-    """Splits a preference record into its parts; None for any other record. Raises ``bad_pair`` if a part is missing or
-    the answers do not follow the same beginning."""
+def find_pair(record: Mapping[str, Any]) -> list[tuple[list[Any], str]]:
+    """The parts of a preference record, the beginning and the two answers: the unparsed messages of each, and their
+    column; empty for any other record. Raises ``bad_pair`` if a part is missing or the answers do not follow the same
+    beginning."""
     answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
     other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
     if not answers and not other:
-        return None
+        return []
     if record.get("rejected_images") or record.get("rejected_videos"):
         raise _bad("the rejected answer has its own media; both answers must follow the same media")
     columns = [name for name in (*TURN_COLUMNS, "prompt") if record.get(name) is not None]
@@ -75,14 +66,13 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
             raise _bad(f"the record has both {other[0]!r} and {(*other[1:], *answers)[0]!r}; keep one of them")
         if common is None:
             raise _bad(f"the record has {other[0]!r} but no 'messages', which must end with the chosen answer")
-        return RawPair(*_replaced(common, record[other[0]], other[0]), columns=(columns[0], columns[0], other[0]))
+        return [*zip(_replaced(common, record[other[0]], other[0]), (columns[0], columns[0], other[0]), strict=True)]
     if len(answers) == 1:
         raise _bad(f"the record has only {next(iter(answers))!r}; a pair needs both 'chosen' and 'rejected'")
     chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
     if common is None:
-        return RawPair(*_split(chosen, rejected), columns=("chosen", "chosen", "rejected"))
-    answered = _without(common, chosen), _without(common, rejected)
-    return RawPair(common, *answered, columns=(columns[0], "chosen", "rejected"))
+        return [*zip(_split(chosen, rejected), ("chosen", "chosen", "rejected"), strict=True)]
+    return [(common, columns[0]), (_without(common, chosen), "chosen"), (_without(common, rejected), "rejected")]
 
 
 def _bad(detail: str) -> SampleRejected:
@@ -123,8 +113,7 @@ def _split(chosen: list[Any], rejected: list[Any]) -> _Parts:
     """Two whole conversations; their shared messages before the first difference are the beginning."""
     most = min(len(chosen), len(rejected)) - 1
     alike = (_speech(one) == _speech(other) for one, other in zip(chosen[:most], rejected[:most], strict=False))
-    shared = sum(takewhile(bool, alike))
-    if shared == 0:
+    if (shared := sum(takewhile(bool, alike))) == 0:
         raise _bad("the chosen and the rejected conversation share no beginning, and the record has no 'prompt'")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
@@ -181,11 +170,10 @@ class ParsedRecord:
         media: list[Media] = []
         for reference in self.references:
             own = list(islice(checked, len(reference.paths)))
-            media.append(
-                media_of_frames(own, fps=reference.fps, times=reference.times)
-                if reference.is_frames
-                else next(file.media(name) for name, file in own)
-            )
+            if reference.is_frames:
+                media.append(media_of_frames(own, fps=reference.fps, times=reference.times))
+            else:
+                media += [file.media(name) for name, file in own]
         said = ("turns", "tools", "chosen", "rejected", "extras", "source_id")
         return Conversation(key=key, media=tuple(media), **{name: getattr(self, name) for name in said}).to_record()
 
@@ -227,19 +215,16 @@ def parse_record(
     warnings: list[str] = []
     if found_layout.restate is not None:
         value = found_layout.restate(value, warnings)
-    if (pair := find_pair(value)) is None:
-        messages, *columns = _find_turns(value, layout)
-    else:
-        messages, columns = pair.beginning, list(pair.columns)
-        if not messages:
-            raise _bad("there is no message before the two answers")
+    (messages, column), *answers = find_pair(value) or [_find_turns(value, layout)]
+    if not messages:
+        raise _bad("there is no message before the two answers")
     if (conversation := layout_of_turn(messages[0], layout)) is None or conversation.fields is None:
         raise unknown_layout(value, _EXPECTED.get(layout, ""))
     media = RecordMedia.of(value, frame_fps)
     media.ignored |= left
-    turns = _with_system_column(value, read_turns(messages, conversation.fields, media, warnings, columns[0]))
-    is_pair = pair is not None
-    read = {*_READ_COLUMNS, *columns, kto_label or "id"}
+    turns = _with_system_column(value, read_turns(messages, conversation.fields, media, warnings, column))
+    is_pair = bool(answers)
+    read = {*_READ_COLUMNS, column, *(name for _, name in answers), kto_label or "id"}
     read |= record_columns.extra_columns_read(extra_columns, pair=is_pair)
     extras = record_columns.parse_extras(value, extra_columns, pair=is_pair)
     if kto_label is not None:
@@ -249,8 +234,7 @@ def parse_record(
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
     media.check()
-    both = () if pair is None else ((pair.chosen, pair.columns[1]), (pair.rejected, pair.columns[2]))
-    taught = [_answer(answer, warnings, media.ignored, column) for answer, column in both]
+    taught = [_answer(answer, warnings, media.ignored, name) for answer, name in answers]
     warnings += _check_taught(turns, taught)
     chosen, rejected = taught or ((), ())
     return ParsedRecord(
@@ -355,8 +339,7 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     found = layout_of_turn(messages[0], "auto") if messages else None
-    fields = (found and found.fields) or ("role", "content")
-    turns = read_turns(messages, fields, media, warnings, column)
+    turns = read_turns(messages, (found and found.fields) or ("role", "content"), media, warnings, column)
     ignored |= media.ignored
     if media.references:
         raise _bad("an answer of the pair contains media; put them before both answers")
@@ -447,8 +430,7 @@ def plain_record(value: Any, layout: str) -> tuple[bytes, str, bytes] | None:
         # One byte is found at the speed of memory, a word is not.
         if b"<" in turns and (b"<image>" in turns or b"<video>" in turns or b"<img>" in turns):
             return None
-        stored = b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools")))
-        return stored, found.name, b'{"turns": [%b]}' % turns
+        return b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools"))), found.name, b'{"turns": [%b]}' % turns
     except (KeyError, TypeError, SampleRejected, UnicodeEncodeError):  # orjson's errors are of these
         return None
 

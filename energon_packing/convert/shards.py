@@ -178,8 +178,7 @@ class Writing:
                 if spool not in spools:
                     spools[spool] = stack.enter_context(spool_file(self.scratch, spool).open("rb", buffering=_BUFFER))
                 spools[spool].seek(offset)  # mostly within the buffer
-                content = spools[spool].read(size)
-                if len(content) < size:
+                if len(content := spools[spool].read(size)) < size:
                     raise UserError(f"{spools[spool].name} ends too early; all workers must see the same files")
                 tar.write(b"".join((header(name, size), content, padding(size))))
                 for file in piece.files.get(number, ()):
@@ -248,8 +247,7 @@ class MediaTable:
             "CREATE TABLE media (digest TEXT PRIMARY KEY, name TEXT, path BLOB, size INTEGER, changed INTEGER,"
             " checked INTEGER, kind TEXT, content TEXT)"
         )
-        self.files = 0
-        """Distinct files so far."""
+        self.files = 0  # distinct files so far
 
     def close(self) -> None:
         self._database.close()
@@ -286,10 +284,8 @@ class _Tars:
 
     def __init__(self, directory: Path, prefix: str, first: int) -> None:
         self._directory, self._prefix, self._first = directory, prefix, first
-        self.counts: dict[str, int] = {}
-        """Name of each tar -> number of samples."""
-        self.bytes = 0
-        """Bytes in the open tar, without tar headers."""
+        self.counts: dict[str, int] = {}  # name of each tar -> number of samples
+        self.bytes = 0  # in the open tar, without tar headers
         self._piece: ShardPiece | None = None
 
     @property
@@ -396,9 +392,7 @@ class SampleStore:
         own = sha256(identity + b"text").digest() if self._apart else identity
         self._index.finish(shards, splits, identity=own, subflavors=self._subflavors, with_records=True)
         if self._media_index is not None:
-            media = sha256(identity + b"media").digest()
-            self._media_index.finish(self._media_tars.counts, ["media"], identity=media)
+            self._media_index.finish(self._media_tars.counts, ["media"], identity=sha256(identity + b"media").digest())
         if self._apart:
-            media_too = self._media_index is not None
-            write_metadataset(self.build, splits, with_media=media_too, subflavors=self._subflavors)
+            write_metadataset(self.build, splits, with_media=self._media_index is not None, subflavors=self._subflavors)
         return len(shards) + len(self._media_tars.counts)

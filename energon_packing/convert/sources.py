@@ -58,8 +58,7 @@ def find_chunks(
             return
         copy = replace(source, path=unpacked(scratch, source), size=0)
         damage = _unpack(source, compression, copy.path)
-        size = copy.path.stat().st_size
-        if size or damage is None:
+        if (size := copy.path.stat().st_size) or damage is None:
             for chunk in _found(copy, suffix, max_record_bytes, chunk_bytes, damage):
                 yield replace(chunk, source=source, path=copy.path, position=source.size * chunk.end // max(size, 1))
         if damage is not None and (suffix != chunks.TAR_SUFFIX or not size):
@@ -164,8 +163,7 @@ def _look(source: SourceFile, stream: BinaryIO, suffix: str, most: int) -> tuple
         return "cells", start, None
     if first == b"[":
         return "array", start, None
-    is_object = suffix == ".json" and not _has_whole_line(stream, most)
-    return "object" if is_object else "lines", start, None
+    return "object" if suffix == ".json" and not _has_whole_line(stream, most) else "lines", start, None
 
 
 def _find_lines(
@@ -263,8 +261,7 @@ def read_yielded(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield chunk.broken(number, f"the record has more than {max_record_bytes} bytes", "record_too_large")
             continue
         try:
-            value = pickle.loads(record)
-            if is_too_deep(value):
+            if is_too_deep(value := pickle.loads(record)):
                 raise SampleRejected("too_deep", "objects and lists of the record lie too deep inside each other")
             yield chunk.record(number, value if isinstance(value, Conversation) else _plain(value))
         except SampleRejected as error:
@@ -316,15 +313,14 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int, columns: Mapping[str, str
         yield from (chunk.record(number, value) for number, value in enumerate(values, chunk.first))
         return
     for number, element in enumerate(iterate_array(io.BytesIO(text), max_element=sys.maxsize), chunk.first):
-        fits = element.error is None
-        yield chunk.record(number, element.value) if fits else chunk.broken(number, str(element.error))
+        wrong = element.error
+        yield chunk.record(number, element.value) if wrong is None else chunk.broken(number, wrong)
 
 
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
     """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``. The
     first may be broken; in an indented object neither is complete."""
-    lines = (line for line in iter(lambda: stream.readline(limit), b"") if line.strip())
-    for line in islice(lines, 2):
+    for line in islice(filter(bytes.strip, iter(lambda: stream.readline(limit), b"")), 2):
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
                 return True

@@ -164,9 +164,6 @@ class _Table:
             return islice(self._arrow.ipc.open_stream(self._source), part, None)
         return map(file.get_batch, range(part, file.num_record_batches))
 
-    def _next(self) -> None:
-        self._batch, self._valid = next(self._batches, None), False
-
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
         """Yields the rows from ``start`` to ``end`` in batches, each with the number of its first row."""
         row = start
@@ -174,10 +171,10 @@ class _Table:
             part = bisect_right(self._starts, row) - 1  # of several that begin there, empty ones, the last
             if self._batch is None or row < self._at or (self._file is not None and part != self._part):
                 self._batches, self._part, self._at = self._from(part), part, self._starts[part]
-                self._next()
+                self._batch, self._valid = next(self._batches, None), False
             while self._batch is not None and row >= self._at + self._batch.num_rows:
                 self._at += self._batch.num_rows
-                self._next()
+                self._batch, self._valid = next(self._batches, None), False
             if self._batch is None:
                 raise ValueError("the file ends before its last row")
             if not self._valid:
@@ -355,8 +352,7 @@ _SPOKEN = frozenset(("prompt", "completion", *ANSWER_COLUMNS))
 
 def _cells(lines: Iterator[str], source: SourceFile) -> Iterator[list[str] | csv.Error]:
     """The rows of CSV or TSV that are not blank, the header too; one that breaks the rules of quotes is an error."""
-    delimiter = DELIMITERS[suffix_of(Path(source.name))[0]]
-    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    rows = csv.reader(lines, delimiter=DELIMITERS[suffix_of(Path(source.name))[0]], strict=True)
     while True:
         try:
             if row := next(rows):
@@ -378,16 +374,14 @@ def find_cells(source: SourceFile, reader: DigestingReader, most: int, chunk_byt
                 raise ValueError(f"a row, or a quote that nothing closes, has more than {most} bytes")
             yield line.decode("utf-8", "surrogateescape")
 
-    rows = _cells(lines(), source)
     start, first, number, error = begun, 0, -1, ""
     try:
-        for number, row in enumerate(rows, -1):
+        for number, row in enumerate(_cells(lines(), source), -1):
             if number < 0 and (isinstance(row, csv.Error) or len(set(row)) < len(row)):
-                error = f"the header {'is damaged' if isinstance(row, csv.Error) else 'names a column twice'}: {row}"
-                break
+                is_damaged = isinstance(row, csv.Error)
+                raise ValueError(f"the header {'is damaged' if is_damaged else 'names a column twice'}: {row}")
             if isinstance(row, csv.Error) and "unexpected end" in str(row):
-                error = f"a quote is never closed from byte {begun} on"
-                break
+                raise ValueError(f"a quote is never closed from byte {begun} on")
             begun = reader.position
             if number < 0:
                 start = begun
@@ -412,8 +406,7 @@ def read_cells(chunk: Chunk, stream: BinaryIO, most: int, columns: Mapping[str, 
     csv.field_size_limit(most)
     text = stream.read(chunk.end - chunk.start).decode("utf-8", "surrogateescape")
     stream.seek(0)
-    head = (line.decode("utf-8-sig", "surrogateescape") for line in stream)
-    names = next(_cells(head, chunk.source))
+    names = next(_cells((line.decode("utf-8-sig", "surrogateescape") for line in stream), chunk.source))
     assert isinstance(names, list), "a file with a damaged header has no chunk of rows"
     header = [name or f"column {at}" for at, name in enumerate(names)]
     read_as = {theirs: name for name, theirs in columns.items()}

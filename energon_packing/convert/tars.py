@@ -156,14 +156,13 @@ def read_samples(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     for number, (key, members) in enumerate(chunk.samples, chunk.first):
         note = f" ({key[:100]})"
         try:
-            value = _record(key, members, max_record_bytes)
             by_name = {  # whole, without directories, or the suffix alone
                 name: member
                 for member in members
                 for suffix in [member.name[len(key) + 1 :]]
                 for name in (suffix, f".{suffix}", member.name.rpartition("/")[2], member.name)
             }
-            yield chunk.record(number, value, note, members=by_name)
+            yield chunk.record(number, _record(key, members, max_record_bytes), note, members=by_name)
         except SampleRejected as error:
             yield chunk.broken(number, error.detail, error.reason, note)
 

@@ -46,8 +46,7 @@ def parse_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with or without an ``id``, or a list of these.
     ``ignored`` receives the names of all other fields of the calls; raises ``bad_tool_call``."""
     value = _parsed(text, "bad_tool_call", "the function call is")
-    calls = value if isinstance(value, list) else [value]
-    if not calls:
+    if not (calls := value if isinstance(value, list) else [value]):
         raise SampleRejected("bad_tool_call", "the function call is an empty list")
     return tuple(_call(call, ignored) for call in calls)
 
@@ -216,20 +215,12 @@ def read_turns(
     turns: list[Turn] = []
     for number, message in enumerate(messages):
         # Nearly all turns: text and a role, no other field, no media. `read_turn` would find nothing else in them.
-        if type(message) is dict and len(message) == 2:
-            content, role_name = message.get(content_field), message.get(role_field)
-            if (
-                type(content) is str
-                and content
-                and type(role_name) is str
-                and (role := record_fields.ROLE_OF_TEXT.get(role_name)) is not None
-                and not content.isspace()
-                and "<image>" not in content
-                and "<video>" not in content
-            ):
-                turns.append(Turn(role=role, parts=(content,)))
-                continue
-        turns.append(read_turn(message, number, fields, media, column))
+        content: Any = message.get(content_field) if type(message) is dict and len(message) == 2 else None
+        role = record_fields.ROLE_OF_TEXT.get(str(message.get(role_field))) if type(content) is str else None
+        if role and content and not content.isspace() and "<image>" not in content and "<video>" not in content:
+            turns.append(Turn(role=role, parts=(content,)))
+        else:
+            turns.append(read_turn(message, number, fields, media, column))
     for turn in turns:
         if turn.role == "system" and not holds(turn.parts):
             warnings.append("empty_system_turn_kept")
@@ -296,8 +287,7 @@ def _check_fields(
     message: Mapping[str, Any], number: int, names: tuple[str, str], role: Role, media: RecordMedia, column: str
 ) -> None:
     """Refuses unsupported fields that change the meaning, and records the others that nothing reads."""
-    read = _fields_read(names, role)
-    if message.keys() <= read:
+    if message.keys() <= (read := _fields_read(names, role)):
         return
     for name, value in message.items():
         if name in _CHANGE_THE_MEANING and name not in read and not says_nothing(value):

@@ -445,8 +445,7 @@ def make_data(
 
 def _prepare(out: Path, folder: Path, request: dict[str, Any]) -> bool:
     """Whether the data exist already; otherwise creates an empty `folder` and claims `out`."""
-    note = out / "made.json"
-    if note.is_file():
+    if (note := out / "made.json").is_file():
         with suppress(ValueError):
             found = json.loads(note.read_text(encoding="utf-8"))
             if found.get("complete") and request.items() <= found.items():

@@ -87,9 +87,8 @@ class Picture:
             centre = ((column + 0.5) * width / 3, (row + 0.5) * floor / 3)
             _draw_shape(draw, figure.shape, figure.colour, centre, 0.38 * min(width, floor) / 3)
         if self.caption:
-            ink = "black" if sum(ground) > 380 else "white"
             font = ImageFont.load_default(max(8, round(height * 0.11)))
-            draw.text((width * 0.04, floor), self.caption, fill=ink, font=font)
+            draw.text((width * 0.04, floor), self.caption, fill="black" if sum(ground) > 380 else "white", font=font)
         return image
 
     def save(self, path: Path, width: int, height: int, *, mode: str = "RGB", exif_orientation: int = 1) -> None:
@@ -164,8 +163,7 @@ def _outline(shape: str) -> tuple[tuple[float, float], ...]:
 
 
 def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, colour: str, at: tuple[float, float], radius: float) -> None:
-    points = [(at[0] + x * radius, at[1] + y * radius) for x, y in _outline(shape)]
-    draw.polygon(points, fill=words.COLOURS[colour])
+    draw.polygon([(at[0] + x * radius, at[1] + y * radius) for x, y in _outline(shape)], fill=words.COLOURS[colour])
 
 
 def save_sound(path: Path) -> None:

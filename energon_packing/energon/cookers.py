@@ -110,10 +110,8 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
         conversation = complete(conversation, store)
         used = store if conversation.media else None
         return samples.ConversationSample(**keys, conversation=conversation, store=used)
-    except SampleRejected as error:
-        problem = samples.Problem(reason=error.reason, detail=error.detail)
-    except UserError as error:  # the store is away
-        conversation, problem = None, samples.Problem.of(error)
+    except (SampleRejected, UserError) as error:  # the second where the store is away
+        problem = samples.Problem.of(error)
     except RecursionError:
         detail = "the record's JSON is nested too deeply for Python to read"
         conversation, problem = None, samples.Problem(reason="too_deep", detail=detail)
@@ -164,10 +162,8 @@ def measured(media: Media, store: FileStore) -> Media:
     except KeyError as error:
         raise SampleRejected("missing_media", f"{media.kind} {media.name!r} is not in the data set") from error
     except (RuntimeError, NotImplementedError, sqlite3.Error) as error:
-        raise SampleRejected(
-            "unmeasured_media",
-            f"the size of {media.name!r} is unknown; run: energon prepare-media --media-metadata-by-extension DIR",
-        ) from error
+        fix = "run: energon prepare-media --media-metadata-by-extension DIR"
+        raise SampleRejected("unmeasured_media", f"the size of {media.name!r} is unknown; {fix}") from error
     if isinstance(found, ImageMetadata):
         known = media if media.frame_names else Media(kind=media.kind, name=media.name)
         return dataclasses.replace(known, width=found.width, height=found.height)

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, counted_pairs, dataset_entry
+from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, counted_pairs, dataset_entry, place_of
 from energon_packing.errors import holding, is_machines
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
@@ -38,7 +38,7 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     """Returns an entry for the metadataset, if there is one, and for each data set in it; those that only other splits
     than ``split`` name are left out."""
     found: dict[str, str] = {}
-    root = _place(dataset_entry(path))
+    root = place_of(dataset_entry(path))
     named: set[str] = set()
     for number, (place, content) in enumerate([*_walk(root, split, {str(root)}, named)]):
         name = "data set" if number == 0 else f"data set {number} ({place.name})"
@@ -57,7 +57,7 @@ def told_identity(identity: Mapping[str, str]) -> AbstractContextManager[Any]:
 
 def known_pairs(path: str, split: str) -> PairCounts:
     """What `convert` counted in the data sets at a path, of all their splits; nothing where nobody counted."""
-    root = _place(dataset_entry(path))
+    root = place_of(dataset_entry(path))
     return counted_pairs(place for place, _ in _walk(root, split, {str(root)}))
 
 
@@ -83,8 +83,7 @@ def _walk(
     for text in _texts(splits.get(split) if isinstance(splits, dict) and split is not None else content):
         if named is not None and len(text) < 256 and text.endswith(_CONFIGS) and "://" not in text and text[0] != "/":
             named.add(text)
-        child = _child(place, text)
-        if child is not None and str(child) not in seen:
+        if (child := _child(place, text)) is not None and str(child) not in seen:
             seen.add(str(child))
             yield from _walk(child, None, seen, named)
 
@@ -107,7 +106,7 @@ def _child(parent: Any, named: str) -> Any:
     if not named or len(named) > 4096 or "\n" in named or "\0" in named:
         return None
     try:
-        child = _place(named) if "://" in named or named.startswith("/") else parent.parent / named
+        child = place_of(named) if "://" in named or named.startswith("/") else parent.parent / named
         child = child.resolve() if isinstance(child, Path) else child
         if named.endswith((".yaml", ".yml", _LINES)):
             return child if child.is_file() else None
@@ -179,11 +178,3 @@ def _start(shard: str) -> tuple[int, bytes]:
         if is_machines(error):
             raise
         return -1, b""
-
-
-def _place(path: str) -> Any:
-    if "://" not in path:
-        return Path(path)
-    from megatron.energon.epathlib import EPath
-
-    return EPath(path)

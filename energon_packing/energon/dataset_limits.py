@@ -47,8 +47,7 @@ class DatasetLimits:
                 raise ConfigError(f"{where} is {given!r}; it must be a mapping of limits, such as {{max_images: 2}}.")
             limits = from_mapping(LimitsConfig, {**to_mapping(encoder.config.limits), **given}, where=where)
             limits, sentences = (limits, []) if self._packing is None else lowered(limits, self._packing)
-            worker = torch.utils.data.get_worker_info()
-            if sentences and (worker is None or worker.id == 0):
+            if sentences and ((worker := torch.utils.data.get_worker_info()) is None or worker.id == 0):
                 lower = ", ".join(sentences)
                 warnings.warn(f"{where}: a sample must fit into a pack, so these were lowered: {lower}.", stacklevel=2)
             self._encoders[known] = encoder.under(limits)

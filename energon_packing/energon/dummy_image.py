@@ -48,10 +48,8 @@ class DummyImage:
             except SampleRejected as error:
                 refused = f"{error.reason}: {error.detail}"
         if not accepted:
-            raise ConfigError(
-                f"packing.dummy_image: the family {encoder.family.name} or encoder.limits refuse every small image; "
-                f"the last reason was {refused}."
-            )
+            why = f"refuse every small image; the last reason was {refused}."
+            raise ConfigError(f"packing.dummy_image: the family {encoder.family.name} or encoder.limits {why}")
         self.measured = min(accepted, key=lambda measured: (measured.length, measured.patches))
         side, png = self.measured.media[0].width or 0, io.BytesIO()
         Image.new("RGB", (side, side)).save(png, "PNG")

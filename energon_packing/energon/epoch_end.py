@@ -128,11 +128,10 @@ def agreement(group: Any = None) -> Agree:
         )
     on_gpu = distributed.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    operations = {"min": distributed.ReduceOp.MIN, "max": distributed.ReduceOp.MAX}
 
     def agree(value: int, operation: Literal["min", "max"]) -> int:
         number = torch.tensor(value, dtype=torch.int64, device=device)
-        distributed.all_reduce(number, op=operations[operation], group=group)
+        distributed.all_reduce(number, op=getattr(distributed.ReduceOp, operation.upper()), group=group)
         return int(number.item())
 
     return agree

@@ -130,21 +130,15 @@ class LoaderBase(ABC):
         example = f"; one is {last.key}: {last.detail}" if last else ""
         if not report.made and not self._resumed:  # else its packs may have been before the saved state
             if dropped or self._world_size == 1:
-                raise NothingToPack(
-                    f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} "
-                    f"dropped ({common}{example}). Fix the data, the limits or data.split."
-                )
+                counts = f"{max(report.read, dropped)} samples were read and {dropped} dropped ({common}{example})."
+                raise NothingToPack(f"The epoch ended without a pack: {counts} Fix the data, the limits or data.split.")
             filled = f", so its {report.padding_packs} packs were padding" if report.padding_packs else ""
-            self.tell(
-                f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
-                "data.split more samples, or use fewer ranks."
-            )
+            fix = f"{filled}; give data.split more samples, or use fewer ranks."
+            self.tell(f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{fix}")
         if self._shares is not None and (over := self._shares.over_at_end()):
             count, read, budget = over
-            raise DropBudgetExceeded(
-                f"{count} of the {read} samples read were dropped ({common}{example}), more than "
-                f"drop_budget={budget:g} allows. Fix the data, or raise the budget."
-            )
+            most = f"more than drop_budget={budget:g} allows. Fix the data, or raise the budget."
+            raise DropBudgetExceeded(f"{count} of the {read} samples read were dropped ({common}{example}), {most}")
 
     def _pool(self) -> None:
         """Tells the other ranks from now on what this one has read and dropped, and its workers what they have."""
@@ -234,10 +228,8 @@ class LoaderBase(ABC):
         if src_rank not in (None, self._rank):
             state = [None] * self._world_size  # comes from the other rank
         if not isinstance(state, list) or len(state) != self._world_size:
-            raise ConfigError(
-                f"The state is no list of {self._world_size}, one for each data-parallel rank, as save_state_global "
-                "returns it; give that list, or one rank's state to restore_state."
-            )
+            fix = "as save_state_global returns it; give that list, or one rank's state to restore_state."
+            raise ConfigError(f"The state is no list of {self._world_size}, one for each data-parallel rank, {fix}")
         own = [state[self._rank]]
         if src_rank is not None and self._world_size > 1:
             source = src_rank if self._group is None else distributed.get_global_rank(self._group, src_rank)
@@ -380,10 +372,8 @@ class PackLoader(LoaderBase):
         """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes. Raises
         `UserError`: a worker was killed, or an error ended a pack that was made in this process."""
         if self._failed and self._started:
-            raise UserError(
-                "An error ended the loader within a pack, whose samples a state saved now would lose; go on from the "
-                "last state that was saved before it."
-            )
+            why = "whose samples a state saved now would lose; go on from the last state that was saved before it."
+            raise UserError(f"An error ended the loader within a pack, {why}")
         if not self._started and self._restored is not None:
             return copied(self._restored)
         return self._state_of(self._loader if self._started else None)
@@ -442,10 +432,8 @@ class PackLoader(LoaderBase):
         except (UserError, PackingError):
             raise
         except Exception as error:
-            raise ConfigError(
-                f"The loader state cannot be restored ({type(error).__name__}: {error}): it is damaged, or was saved "
-                "by another version of Energon; start the data over."
-            ) from error
+            why = f"({type(error).__name__}: {error}): it is damaged, or was saved by another version of Energon"
+            raise ConfigError(f"The loader state cannot be restored {why}; start the data over.") from error
         tell_of_accepted(differs)
 
 
@@ -467,10 +455,8 @@ def _state_of_rank(loader: Any, patience: float) -> Any:
         if not loader.num_workers or all(each.state is not None for each in state.worker_states):
             return state
         if time.monotonic() > until:
-            raise UserError(
-                f"A worker has saved no state within {_BEGUN_SECONDS + patience:.0f} s of its start; the "
-                "next pack raises the error that it met. Go on from the last state that was saved before."
-            )
+            why = "the next pack raises the error that it met. Go on from the last state that was saved before."
+            raise UserError(f"A worker has saved no state within {_BEGUN_SECONDS + patience:.0f} s of its start; {why}")
         time.sleep(_BEGINNING_SECONDS)
 
 
@@ -529,10 +515,8 @@ def build_dataset(
             )
             dataset = read_again(config.data.path, open_again)
     except (OSError, KeyError, AssertionError, ValueError, ImportError) as error:
-        raise UserError(
-            f"The data set {config.data.path} cannot be opened with split {chosen!r}: "
-            f"{type(error).__name__}: {error}. Check data.path and data.split."
-        ) from error
+        why = f"{type(error).__name__}: {error}. Check data.path and data.split."
+        raise UserError(f"The data set {config.data.path} cannot be opened with split {chosen!r}: {why}") from error
     finally:
         task_encoder.tells_end = False
     save_shallowly(dataset)
@@ -553,8 +537,7 @@ def build_loader(
     ``prefetch`` and ``agree`` are as for `PackLoader`, all other arguments as for `build_dataset`; of a plan or of
     packs made from one, as for `energon_packing.open_loader`, which opens them. Raises ConfigError: ``data.path`` is
     not set, or as these two."""
-    path = config.data.path
-    if not path:  # before a processor is loaded
+    if not (path := config.data.path):  # before a processor is loaded
         raise ConfigError(NO_PATH)
     with be_patient(config.data.storage_patience):
         if path.endswith(".parquet") or read_again(path, (Path(path) / "packed.json").is_file):

@@ -188,13 +188,11 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
     found = merged(line.last for line in lines).figures()
     rate = rates(lines)
     found |= {f"{name}_per_second": rate[name] for name in ("samples", "tokens", "targets") if name in rate}
-    waits = [line.last.waited / line.last.seconds for line in lines if line.last.seconds > 0]
-    if waits:
+    if waits := [line.last.waited / line.last.seconds for line in lines if line.last.seconds > 0]:
         found["wait_share_max"] = max(waits)
     common = set.intersection(*(set(line.steps) for line in lines)) if lines else set()
     costs = [[line.steps[step] for line in lines] for step in common]
-    ratios = [max(step) * len(step) / sum(step) for step in costs if any(step)]
-    if ratios:
+    if ratios := [max(step) * len(step) / sum(step) for step in costs if any(step)]:
         found["cost_max_over_mean"] = sum(ratios) / len(ratios)
     for kind in {kind for line in lines for kind in line.memory}:
         found[f"{kind}_mib_max"] = max(line.memory.get(kind, 0) for line in lines) / 2**20
@@ -300,8 +298,7 @@ class PackMetrics:
     def made(self, pack: Pack) -> None:
         """Notes a pack that the trainer will take after those before it."""
         costs, shared = (float(pack.cost), float(pack.vision_cost)), getattr(pack.batch, "shared", None)
-        rows = shared.micro_batches if shared else 0
-        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, rows))
+        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, shared.micro_batches if shared else 0))
 
     def forget(self) -> None:
         """Forgets packs that were made and will not be taken."""

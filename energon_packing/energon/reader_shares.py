@@ -170,12 +170,8 @@ class _Source:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        joined = hasattr(self.factory, "join_index")
-        with (
-            internals.JoinIndexReader(self.factory.join_index)
-            if joined
-            else contextlib.nullcontext(self.factory) as index
-        ):
+        join = getattr(self.factory, "join_index", None)
+        with contextlib.nullcontext(self.factory) if join is None else internals.JoinIndexReader(join) as index:
             total = len(index)
         subset = self.factory.subset
         self.first, stop = (0, total) if subset is None else subset.compute_subset(total)
@@ -201,11 +197,10 @@ class _Source:
         asked = float(held.sum() * self.finite.repeats)
         given = int(np.sum(np.floor(held * (self.finite.repeats % 1)) + held * int(self.finite.repeats)))
         if not given or asked - given >= max(1.0, 0.01 * asked):
-            raise UserError(
-                f"{len(held)} readers (ranks x workers) would read {given} samples of {self.name} in an epoch, which "
-                f"has {int(held.sum())} and is to be repeated {self.finite.repeats:g} times. Use fewer readers or a "
-                "whole number of repetitions, or give it a weight in a blend."
-            )
+            has = f"has {int(held.sum())} and is to be repeated {self.finite.repeats:g} times"
+            fix = "Use fewer readers or a whole number of repetitions, or give it a weight in a blend."
+            read = f"{len(held)} readers (ranks x workers) would read {given} samples of {self.name} in an epoch"
+            raise UserError(f"{read}, which {has}. {fix}")
 
     def deal(
         self,
@@ -265,8 +260,7 @@ def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None,
     samples = int(bounds[-1])
     if whole:
         return f"all {samples:,} samples for each of {readers:,} readers, which are many for so few"
-    held = np.bincount(reader_of, np.diff(bounds), readers)
-    if held.min() == 0:
+    if (held := np.bincount(reader_of, np.diff(bounds), readers)).min() == 0:
         return f"{samples:,} samples are fewer than {readers:,} readers; those without any make no packs"
     of = f"{held.min():,.0f} to {held.max():,.0f} of {samples:,} samples for each of {readers:,} readers"
     if sizes is None:
@@ -281,10 +275,8 @@ def _dealt_sample(loader: Any, number: int) -> Any:
 
 def _restored_sample(loader: Any, first: int, samples: int, restore_key: tuple[Any, ...]) -> Any:
     if restore_key[-1] >= first + samples:
-        raise UserError(
-            f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; it was made "
-            "smaller. Start the data over."
-        )
+        why = "it was made smaller. Start the data over."
+        raise UserError(f"The loader state holds sample {restore_key[-1]} of a data set that has {samples} now; {why}")
     return internals.WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
 
 

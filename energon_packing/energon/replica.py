@@ -191,25 +191,21 @@ class Replica:
         leaders = (here,) if depth == 1 else tuple(distributed.get_process_group_ranks(pp))
         ranks, places, columns, hosts = zip(*_gathered((here, place, leaders, host_identity()), (tp, cp)), strict=True)
         if size * depth * math.prod(map(group_size, (cp, tp))) != count or set(places) != {place} or here not in ranks:
-            raise ConfigError(
-                f"The {count} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
-                "shared only within equal replicas."
-            )
+            why = "packs can be shared only within equal replicas."
+            raise ConfigError(f"The {count} ranks do not make {size} replicas of {depth} equal pipeline stages; {why}")
         leaders, leader_group = columns[0], None
         if depth > 1:
             name = _gathered(secrets.token_hex(), (pp,))[0]
             if here in leaders:
                 leader_group = OwnGroup(leaders, here, name)
-        by_host: dict[Any, list[int]] = {}
-        for member, host in zip(ranks, hosts, strict=True):
-            by_host.setdefault(host, []).append(member)
+        members = [*zip(ranks, hosts, strict=True)]
         return cls(
             rank=place[0],
             world_size=size,
             stage=stage,
             leaders=leaders,
             members=ranks,
-            hosts=tuple(map(tuple, by_host.values())),
+            hosts=tuple(tuple(rank for rank, at in members if at == host) for host in dict.fromkeys(hosts)),
             leader_group=leader_group,
             global_rank=here,
             inner=(tp, cp),

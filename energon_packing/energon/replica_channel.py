@@ -306,26 +306,17 @@ class StageSpread:
         # The kernel frees a block when its last process lets go of it, which takes a while for 100 MB. That shall not
         # be a step that drops its pack, so the one that shares a block keeps it until all steps have dropped it.
         self._kept: deque[tuple[SharedBlock, ...]] = deque(maxlen=ahead + 2)
-        self._link: HostLeader | None = None
-        self._up: HostMember | None = None
-        self._hosts_group: OwnGroup | None = None
-        self.reaches_others = self.spans_hosts = False
-        if len(replica.members) == 1:
-            return
         here = replica.global_rank
-        host = next(host for host in replica.hosts if here in host)
-        leads = here == host[0]
-        if leads and len(host) > 1:
-            self._link = HostLeader(host[1:], ahead=ahead)
+        leader, *others = next(host for host in replica.hosts if here in host)
+        leads = here == leader
+        self._link = HostLeader(others, ahead=ahead) if leads and others else None
         mine = None if self._link is None else self._link.address
         addresses, names = zip(*replica.gather((mine, secrets.token_hex())), strict=True)
         if self._link is not None:
             self._link.accept()
-        elif not leads:
-            self._up = HostMember(here, host[0], dict(zip(replica.members, addresses, strict=True))[host[0]])
-        if leads and len(replica.hosts) > 1:
-            self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0])
-        self.spans_hosts = self._hosts_group is not None
+        self._up = None if leads else HostMember(here, leader, addresses[replica.members.index(leader)])
+        self.spans_hosts = leads and len(replica.hosts) > 1
+        self._hosts_group = OwnGroup([host[0] for host in replica.hosts], here, names[0]) if self.spans_hosts else None
         self.reaches_others = self._link is not None or self.spans_hosts
 
     def send(self, message: Message) -> None:
@@ -392,7 +383,5 @@ class StageSpread:
 def rank_gone(replica: Replica, rank: int, error: Exception) -> PackingError:
     """Says that a rank got no pack from another one, and which of them reads."""
     role = "which reads for its replica" if rank == replica.reader else f"which passes on what {replica.reader} reads"
-    return PackingError(
-        f"rank {replica.global_rank} got no pack from rank {rank}, {role}; that rank has ended or was silent for too "
-        f"long, look at its output ({error})"
-    )
+    why = f"that rank has ended or was silent for too long, look at its output ({error})"
+    return PackingError(f"rank {replica.global_rank} got no pack from rank {rank}, {role}; {why}")

@@ -205,11 +205,9 @@ class _PassedOn(_Road):
                 raise ConfigError(text) if name == "ConfigError" else UserError(text)
             raise PackingError(f"rank {replica.reader}, which reads for this replica, failed with {name}: {text}")
         if message.number != self.number:
-            raise PackingError(
-                f"rank {replica.global_rank} is at pack {self.number}, but rank {replica.reader}, which reads for its "
-                f"replica, is at pack {message.number}; restore both from one checkpoint, and let every pipeline stage "
-                "read every micro-batch"
-            )
+            reader = f"rank {replica.reader}, which reads for its replica, is at pack {message.number}"
+            fix = "restore both from one checkpoint, and let every pipeline stage read every micro-batch"
+            raise PackingError(f"rank {replica.global_rank} is at pack {self.number}, but {reader}; {fix}")
         if message.kind == channel.END:
             raise StopIteration
         return Made(batch=pack_from_bytes(message.text, [block.view() for block in message.blocks]))
@@ -236,7 +234,7 @@ class _Compared(_Road):
 
     def __init__(self, source: Any, replica: Replica, depth: int, every: int) -> None:
         super().__init__(source, replica, depth)
-        self._own, self._every = source, every
+        self._every = every
         self._group: OwnGroup | None = None
         if len(replica.members) > 1:
             self._group = OwnGroup(replica.members, replica.global_rank, replica.gather(secrets.token_hex())[0])
@@ -245,7 +243,7 @@ class _Compared(_Road):
         batch: PackedBatch | None = None
         failure: Exception | None = None
         try:
-            batch = next(self._own)
+            batch = next(self._source)
         except Exception as error:
             failure = error
         try:
@@ -256,7 +254,7 @@ class _Compared(_Road):
         if failure is not None:
             return Made(error=failure)
         self.number += 1
-        return Made(batch=batch, state=self._own.state_later() if self._depth else None)
+        return Made(batch=batch, state=self._source.state_later() if self._depth else None)
 
     def _compare(self, mine: dict[str, Any]) -> None:
         replica, first = self._replica, mine
@@ -284,8 +282,7 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
         "each rank of a replica reads for itself here (dataset.readers=every), and they must read the same; a decoder "
         "that fails or times out on one of them is the usual cause; dataset.readers=one lets one rank read for all"
     )
-    failures = {rank: found["failure"] for rank, found in by_rank.items() if "failure" in found}
-    if failures:
+    if failures := {rank: found["failure"] for rank, found in by_rank.items() if "failure" in found}:
         rank, why = next(iter(failures.items()))
         return f"pack {number} could be read by some ranks of a replica only: rank {rank} says {why!r}; {way_out}"
     (reader, mine), *others = by_rank.items()
@@ -295,16 +292,12 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
         for at, (ours, theirs) in enumerate(itertools.zip_longest(mine["keys"], found["keys"])):
             if ours != theirs:
                 names = ["no further sample" if key is None else repr(key) for key in (ours, theirs)]
-                return (
-                    f"pack {number} differs inside a replica from sample {at} on: rank {reader} has {names[0]}, rank "
-                    f"{rank} has {names[1]}; {way_out}"
-                )
+                both = f"rank {reader} has {names[0]}, rank {rank} has {names[1]}"
+                return f"pack {number} differs inside a replica from sample {at} on: {both}; {way_out}"
         left, right = mine["fields"], found["fields"]
         if differ := [name for name in {**left, **right} if left.get(name) != right.get(name)]:
-            return (
-                f"pack {number} differs inside a replica in {differ[0]!r} of the samples {', '.join(mine['keys'])}: "
-                f"rank {reader} and rank {rank} have other values; {way_out}"
-            )
+            where = f"in {differ[0]!r} of the samples {', '.join(mine['keys'])}: rank {reader} and rank {rank}"
+            return f"pack {number} differs inside a replica {where} have other values; {way_out}"
     return f"pack {number} differs inside a replica; {way_out}"
 
 
@@ -389,8 +382,7 @@ class _Numbered:
         UserError: a rank cannot read or restore its state; all raise what it says."""
 
         def act() -> tuple[Any, Facts]:
-            state = read()
-            if state is None:
+            if (state := read()) is None:
                 return None, ({"packs taken before the restart": None}, {})
             self.restore_state(state)
             source = state["source"] if isinstance(state["source"], dict) else {}

@@ -52,10 +52,8 @@ def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
     for name in UNREAD:
         value, usual = getattr(packing, name), getattr(PackingConfig(), name)
         if value != usual:
-            raise ConfigError(
-                f"{where}.{name} is {value!r}, but the mode {mode!r} chooses no packs, so nothing reads it; leave it "
-                f"at {usual!r}."
-            )
+            fix = f"so nothing reads it; leave it at {usual!r}."
+            raise ConfigError(f"{where}.{name} is {value!r}, but the mode {mode!r} chooses no packs, {fix}")
 
 
 def two_rows(key: str) -> ConfigError:

@@ -72,8 +72,7 @@ class MeasuredSample(Sample):
 def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
     """Writes a sample that was not measured to the ledger, which may raise DropBudgetExceeded. Raises Exception: the
     sample's fatal problem, if it has one; PackingError: the sample has no problem either."""
-    problem = sample.problem
-    if problem is None or problem.fatal is not None:
+    if (problem := sample.problem) is None or problem.fatal is not None:
         raise (problem and problem.fatal) or PackingError(f"sample {sample.__key__} was neither measured nor refused")
     ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample), modality=sample.modality)
 
@@ -94,8 +93,7 @@ def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
 def first_of_same(samples: Sequence[Sample]) -> list[int]:
     """For each sample, the position of the first that is the same: that has its key, or its piece's, and was read from
     the same place of the same data set. Keys that a cooker makes need not be unique."""
-    times = Counter(sample.__key__ for sample in samples)
-    if len(times) == len(samples):
+    if len(times := Counter(sample.__key__ for sample in samples)) == len(samples):
         return [*range(len(samples))]
     first: dict[tuple[Any, ...], int] = {}
     several = [sample.__sources__ or () if times[sample.__key__] > 1 else () for sample in samples]
@@ -176,8 +174,7 @@ def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
     """How often a sample may come without being a duplicate: samples of the worker's share of the smallest data set
     with any, after which one may come again where data repeat, because no more is said of a blend's order; and how
     often a sample comes in one finite epoch."""
-    inner = beneath(dataset)
-    if not inner:
+    if not (inner := beneath(dataset)):
         copies = getattr(dataset, "copies", 1)  # of the data set, dealt together
         return -(-int(dataset.len_worker(worker)) // copies), copies
     found = [each for each in (comes_again(each, worker) for each in inner) if each[0]]

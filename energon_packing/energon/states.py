@@ -62,22 +62,18 @@ def settings_of(section: str, config: Any) -> dict[str, str]:
     }
 
 
-def check_fingerprint(
-    saved: Any, own: Mapping[str, Any], accepted: Sequence[str] = (), *, where: str = "The saved loader state"
-) -> list[str]:
+def check_fingerprint(saved: Any, own: Mapping[str, Any], accepted: Sequence[str] = ()) -> list[str]:
     """Compares the settings of a saved state with those of this run; names that are ``accepted``
     (``data.accept_changed``) may differ: a section stands for all its settings, and ``data set`` for all data sets of a
     blend. Returns a line with both values for each accepted difference. Raises ConfigError: a setting differs; the
     message names the first one, with both values. Or one was accepted whose change leaves nothing to restore."""
     if not isinstance(saved, Mapping):
-        raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
+        raise ConfigError("The saved loader state does not say with which settings it was made; start the data over.")
     for name in READERS:
         if name in accepted and saved.get(name) != own.get(name):
-            raise ConfigError(
-                f"data.accept_changed names {name!r}, but {where[0].lower()}{where[1:]} has one part per reader of "
-                f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
-                "(docs/offline.md), whose state fits any number."
-            )
+            parts = f"one part per reader of {saved.get(name)} {name}, and this run has {own.get(name)}"
+            fix = "restore the number, or train from a plan (docs/offline.md), whose state fits any number."
+            raise ConfigError(f"data.accept_changed names {name!r}, but the saved loader state has {parts}; {fix}")
     names = sorted(saved.keys() | own.keys())
     differs = [name for name in names if saved.get(name, _NEWER.get(name)) != own.get(name, _NEWER.get(name))]
     causes = {
@@ -91,7 +87,8 @@ def check_fingerprint(
         if causes.intersection(FOLLOWS.get(name, ())):
             causes.add(name)
         elif name not in causes:
-            raise ConfigError(f"{where} was {_difference(name, saved, own)}; {_way_out(name)}, or start the data over.")
+            was = _difference(name, saved, own)
+            raise ConfigError(f"The saved loader state was {was}; {_way_out(name)}, or start the data over.")
         lines.append(_difference(name, saved, own))
     return lines
 
@@ -141,8 +138,7 @@ def _state_of(dataset: Any) -> internals.FlexState:
     state = internals.FlexState(datasets=inner) if inner else internals.FlexState()
     state["__class__"] = type(dataset).__name__
     for name in dataset._savable_fields:
-        value = getattr(dataset, name)
-        if isinstance(value, internals.WorkerRng):
+        if isinstance(value := getattr(dataset, name), internals.WorkerRng):
             state[name] = internals.FlexState(rng=value.rng.get_state().numpy().tobytes())
         elif isinstance(value, internals.SavableSampleBuffer):
             state[name] = internals.FlexState(__class__=type(value).__name__, _restore_keys=list(value._restore_keys))

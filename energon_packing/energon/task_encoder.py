@@ -56,6 +56,7 @@ from energon_packing.packing.online import next_of_copies
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
 from energon_packing.thd.alignment import check_multiple
 from energon_packing.thd.assembly import visible_order
+from energon_packing.thd.fields import TOKEN_FIELDS
 
 FUNCTIONS = (
     *("cook_crude_sample", "preencode_sample", "postencode_sample", "select_samples_to_pack"),
@@ -384,18 +385,15 @@ class PackingTaskEncoder(WindowTaskEncoder):
             if sample.problem is None and sample.conversation is not None and not sample.conversation.is_pair:
                 of_encoders.setdefault(self._accepting(sample.conversation), []).append(sample.conversation)
         for number, conversations in of_encoders.items():
-            encoder = self.encoders[number]
-            if isinstance(encoder, ConversationEncoder):
+            if isinstance(encoder := self.encoders[number], ConversationEncoder):
                 encoder.prepare(conversations)
 
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: an error becomes the sample's problem."""
         if not isinstance(sample, ConversationSample):  # of a data set that is cooked by nobody
-            refused = ConfigError(
-                f"{data_of(sample)} gives {type(sample).__name__}, no conversations: convert it with 'energon-packing "
-                "convert', or make it a CrudeWebdataset and give a cooker for it."
-            )
+            fix = "convert it with 'energon-packing convert', or make it a CrudeWebdataset and give a cooker for it."
+            refused = ConfigError(f"{data_of(sample)} gives {type(sample).__name__}, no conversations: {fix}")
             sample = ConversationSample.derive_from(sample, conversation=None, problem=Problem.of(refused))
         problem = sample.problem
         measured: AnyMeasured | None = None
@@ -413,8 +411,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 # It fits a row, but not together with the masked segment that it needs if it is alone there.
                 if limits.too_long(measured) and limits.length_units(measured) <= limits.units:
                     measured = self._measured(self._tighter(encoder), conversation, most=limits.tokens - self.multiple)
-                split = self._split(encoder, conversation, measured)
-                if split is None:
+                if (split := self._split(encoder, conversation, measured)) is None:
                     self._check_size(measured)
             except Exception as error:
                 problem = Problem.of(error)
@@ -530,14 +527,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
             fillers = [self.dummy.row]
         elif not rows:
             shape = (3, 1) if self.encoder.config.position_ids == "mrope" else (1,)
-            fillers = [
-                {
-                    "input_ids": torch.tensor([self.encoder.pad_token_id]),
-                    "labels": torch.tensor([thd.IGNORE_INDEX]),
-                    "loss_mask": torch.zeros(1),
-                    "position_ids": torch.zeros(shape, dtype=torch.int64),
-                }
-            ]
+            masked = {field.of_row: field.filled(1) for field in TOKEN_FIELDS if field.of_row}
+            tokens = torch.tensor([self.encoder.pad_token_id])
+            fillers = [masked | {"input_ids": tokens, "position_ids": torch.zeros(shape, dtype=torch.int64)}]
         padded = [aligned_filler(row, self.fields, self.multiple, self.encoder.pad_token_id) for row in fillers]
         batch = thd.assemble(
             joinable([*rows, *padded], self.fields),

@@ -180,8 +180,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
                 if self._draining and not self._window.buffer:
                     break
                 continue
-            pack = self._emit()
-            if pack is not None:
+            if (pack := self._emit()) is not None:
                 yield pack
         if self.tells_end:
             yield self._end(self.ledger.read - before)
@@ -248,8 +247,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         """Fills the window; returns False if the source ended."""
         planned = len(self._planned.buffer) if self._waits_for_plans else 0
         while len(self._window.buffer) + planned < self.window:
-            sample = next(source, None)
-            if sample is None:
+            if (sample := next(source, None)) is None:
                 return False
             self.ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
@@ -260,8 +258,7 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         return True
 
     def _plan(self) -> None:
-        held = self._window.buffer
-        if not held:
+        if not (held := self._window.buffer):
             return
         group = list(self.packer.select_pack(held, self._draining))
         ascending = group == sorted(set(group)) and bool(group) and group[0] >= 0 and group[-1] < len(held)
@@ -343,10 +340,8 @@ class WindowPackingDataset(internals.BaseWrapperDataset[MeasuredSample, Pack]):
         differs is named with both values. Or an older version saved it, with ``packing_buffer_size``."""
         check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
         if state["__class__"] != type(self).__name__:
-            raise ConfigError(
-                f"The loader state holds a {state['__class__']} of another version, which packed disjoint buffers "
-                "(packing_buffer_size) in its own way; start the data over."
-            )
+            why = "packed disjoint buffers (packing_buffer_size) in its own way; start the data over."
+            raise ConfigError(f"The loader state holds a {state['__class__']} of another version, which {why}")
         super().restore_state(state)
         self._restored = state
 
@@ -386,10 +381,8 @@ class DisjointPackingDataset(WindowPackingDataset):
         times = Counter(map(id, packed))
         named = {id(sample): sample.__key__ for sample in [*packed, *samples]}
         if wrong := [key for name, key in named.items() if times[name] != (name in position)]:
-            raise PackingError(
-                f"select_samples_to_pack leaves out, repeats or makes up {some_of(wrong, SHOWN_KEYS)}; its "
-                "packs must be a partition of the buffer"
-            )
+            what = f"{some_of(wrong, SHOWN_KEYS)}; its packs must be a partition of the buffer"
+            raise PackingError(f"select_samples_to_pack leaves out, repeats or makes up {what}")
         self._planned.put(self._window.take([position[id(sample)] for sample in packed]))
         self._plan_lengths += filter(None, map(len, groups))
 

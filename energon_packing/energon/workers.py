@@ -42,8 +42,7 @@ TRIM_SECONDS = 60.0
 def keep_freed_memory() -> bool:
     """Makes this process keep freed memory for its next allocations, so that it stays at its peak size; returns whether
     the C library can, which only glibc does."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return False
     # Smaller blocks come from the heap, which is kept. 1 GiB is more than a decoded sample may be by default, 32 MiB
     # the most that older versions of glibc allow. The heap grows by 256 MiB; the kernel gives a page at first touch.
@@ -189,10 +188,8 @@ def _told(error: Exception) -> UserError | None:
     elif isinstance(error, ConnectionError | EOFError) or text == "[Errno 2] No such file or directory":
         told = _killed(f" while it handed over a pack ({last})")
     elif isinstance(error, OSError):
-        told = (
-            f"The data cannot be read any more: {last}. See whether the data set and its storage are there and "
-            "continue from the last checkpoint."
-        )
+        fix = "See whether the data set and its storage are there and continue from the last checkpoint."
+        told = f"The data cannot be read any more: {last}. {fix}"
     else:
         return None
     return UserError(told)
@@ -203,14 +200,10 @@ def _killed(how: str, pids: str = "") -> str:
     if how == " (Terminated)":
         return f"A loader's worker{which} was ended by SIGTERM as it started; continue from the last checkpoint."
     if how.startswith(" (") and how != " (Killed)":
-        return (
-            f"A loader's worker{which} ended{how}, as by a defect of a library. Continue from the last checkpoint; if "
-            "it ends again, data.workers: 0 shows where."
-        )
-    return (
-        f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "
-        "memory, or lower data.workers, and continue from the last checkpoint."
-    )
+        fix = "Continue from the last checkpoint; if it ends again, data.workers: 0 shows where."
+        return f"A loader's worker{which} ended{how}, as by a defect of a library. {fix}"
+    fix = "Give the job more memory, or lower data.workers, and continue from the last checkpoint."
+    return f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. {fix}"
 
 
 def _full(what: str) -> str:

@@ -154,10 +154,9 @@ def run_config_of(args: Any) -> RunConfig:
     data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
     equal_width = equal_width or config.packing.pad_to_max_length
     packing = replace(config.packing, seq_length=length, pad_to_max_length=equal_width)
-    by_row = {each: getattr(args, each) for each in _OWNED_IF_DYNAMIC.values() if dynamic and getattr(args, each)}
     parallel = replace(
         config.parallel,
-        **by_row,
+        **{each: getattr(args, each) for each in _OWNED_IF_DYNAMIC.values() if dynamic and getattr(args, each)},
         tensor_parallel=args.tensor_model_parallel_size,
         context_parallel="dynamic" if dynamic else args.context_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
@@ -169,12 +168,11 @@ def run_config_of(args: Any) -> RunConfig:
     if packing.pad_to_max_length and length % parallel.multiple:
         why = f"not a multiple of {parallel.multiple}, to which this layout aligns samples"
         raise ConfigError(f"{argument} is {length}, {why}; use {length // parallel.multiple * parallel.multiple}.")
-    evaluated = getattr(args, "eval_global_batch_size", None)
     training = replace(
         config.training,
         micro_batch_size=1,
         global_batch_size=args.global_batch_size,
-        eval_global_batch_size=evaluated or config.training.eval_global_batch_size,
+        eval_global_batch_size=getattr(args, "eval_global_batch_size", None) or config.training.eval_global_batch_size,
     )
     return replace(config, data=data.beside(args), packing=packing, parallel=parallel, training=training)
 
@@ -191,7 +189,6 @@ def check_arguments(args: Any) -> None:
         return getattr(args, name, None)
 
     shares = args.sequence_parallel and args.tensor_model_parallel_size > 1
-    uneven = shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss
     refuse(
         (
             args.dataloader_type not in ("external", *(["single"] if is_dynamic(args) else ())),
@@ -224,7 +221,7 @@ def check_arguments(args: Any) -> None:
             f"--cuda-graph-impl {value('cuda_graph_impl')} keeps the padding mask from the experts; remove it.",
         ),
         (
-            uneven,
+            shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss,
             "--moe-z-loss-coeff averages over the tokens of each rank, and with --sequence-parallel ranks hold unequal "
             "numbers of real ones; add --calculate-per-token-loss.",
         ),
@@ -236,8 +233,7 @@ def check_arguments(args: Any) -> None:
 
 
 def _refuse_contradictions(config: RunConfig, given: set[str], args: Any) -> None:
-    dynamic = is_dynamic(args)
-    if dynamic != config.parallel.is_dynamic and "parallel.context_parallel" in given:
+    if (dynamic := is_dynamic(args)) != config.parallel.is_dynamic and "parallel.context_parallel" in given:
         but = f"--dynamic-context-parallel is {'' if dynamic else 'not '}given; add one of them, or remove the other."
         raise ConfigError(f"parallel.context_parallel is {config.parallel.context_parallel}, but {but}")
     for setting, name in (_OWNED_BY_MEGATRON | (_OWNED_IF_DYNAMIC if dynamic else {})).items():

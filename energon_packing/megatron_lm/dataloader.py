@@ -73,8 +73,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
     as many; a masked segment fills the row up. Raises PackingError: the iterator yields something other than packs."""
     from megatron.core import parallel_state
 
-    row = next(data_iterator)
-    if not isinstance(row, PackedBatch):
+    if not isinstance(row := next(data_iterator), PackedBatch):
         fix = "pass the provider of energon_packing.megatron_lm to pretrain()"
         raise PackingError(f"the data iterator returned a {type(row).__name__}, not a packed row; {fix}")
     row = widened(row, width(row.total_tokens))
@@ -98,8 +97,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False, width: Callable[[i
         moved = tuple(each.pin_memory() for each in moved)
     part, of_layers, segments = (each.to(device(), non_blocking=True) for each in moved)
     reads = {"first": first or whole_row, "last": last or whole_row, "every": True}
-    fields: dict[str, Any] = dict.fromkeys((each.name for each in TOKEN_FIELDS), None)
-    fields |= {each.name: getattr(part, each.name) for each in TOKEN_FIELDS if reads[each.stage]}
+    fields: dict[str, Any] = {it.name: getattr(part, it.name) if reads[it.stage] else None for it in TOKEN_FIELDS}
     params = packed_seq_params(part, total_tokens=False)
     params.seq_idx = segments  # for layers with a state; on the device Megatron-Core would wait for it
     put_mask(params, of_layers)  # by which also layers of a HybridModel have it, whose forward does not scatter it
@@ -138,8 +136,7 @@ def scheduled_batch(data_iterator: Any) -> StageBatch:
 
         finalize_packed_seq_params(params)
     # A masked tail has no tokens of its own in Core's mask, but kernels get no empty segment.
-    physical = params.cu_seqlens_q_padded
-    if physical is not None:
+    if (physical := params.cu_seqlens_q_padded) is not None:
         real, whole = params.cu_seqlens_q.diff(), physical.diff()
         real = torch.where(real == 0, whole, real).cumsum(0, dtype=torch.int32)
         params.cu_seqlens_q = params.cu_seqlens_kv = torch.nn.functional.pad(real, (1, 0))
@@ -162,8 +159,7 @@ def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if size == 1 or not get_args().sequence_parallel:
+    if (size := parallel_state.get_tensor_model_parallel_world_size()) == 1 or not get_args().sequence_parallel:
         return mask
     return mask.chunk(size, dim=1)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
 
@@ -245,8 +241,7 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         return
     if own is not None:
         own.close()
-    writer = get_tensorboard_writer()
-    if writer is not None:
+    if (writer := get_tensorboard_writer()) is not None:
         log.finish(get_args().curr_iteration + 1, writer, seconds=PATIENCE)
         writer.flush()
 

@@ -126,8 +126,7 @@ def assemble(
             f"sample {keys[-1]} ends the row of {width} tokens and is the only one followed by padding, which kernels "
             f"would overlook; put it before another sample, or leave {multiple} tokens for a masked segment"
         )
-    starts = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(physical, out=starts[1:])
+    starts = np.cumsum([0, *physical], dtype=np.int64)
     axes = arrays[0]["position_ids"].shape[:-1]
     tokens = np.full(width, pad_token_id, dtype=np.int64)
     labels = np.full(width, IGNORE_INDEX, dtype=np.int64)
@@ -140,8 +139,7 @@ def assemble(
         labels[start:end] = row["labels"]
         loss_mask[start:end] = row["loss_mask"]
         padding[start:end] = False
-        own = row["position_ids"]
-        if own.shape[:-1] != axes:
+        if (own := row["position_ids"]).shape[:-1] != axes:
             raise PackingError(
                 f"sample {key}: position_ids has shape {list(own.shape)}, but that of sample {keys[0]} has "
                 f"{[*axes, int(lengths[0])]}; all samples of a pack need 1-D positions, or all [3, length]"
@@ -153,12 +151,9 @@ def assemble(
     if tail:
         positions[..., width - tail :] = np.arange(tail)
     verify_targets(keys, starts, lengths, labels, loss_mask)
-    real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)
-    places = np.zeros_like(real)
-    real[1 : len(rows) + 1] = np.cumsum(lengths)
-    places[: len(rows) + 1] = starts
-    if tail:
-        real[-1], places[-1] = real[-2] + tail, width
+    last = [tail] if tail else []
+    real = np.cumsum([0, *lengths, *last], dtype=np.int32)
+    places = np.cumsum([0, *physical, *last], dtype=np.int32)
     position_starts = tuple(int(row.get("position_start") or 0) for row in rows)
     visual_inputs, visual_counts = join_visual(keys, rows)
     return PackedBatch(

@@ -310,8 +310,7 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     the batch has more segments than announced, or a longer one, or is not text only."""
     if batch.visual_inputs or batch.position_ids.dim() == 3:
         raise PackingError("boundary arrays of fixed length are for text models; this batch has images or mRoPE")
-    spare = max_segments - batch.num_segments
-    if spare < 0:
+    if (spare := max_segments - batch.num_segments) < 0:
         raise PackingError(f"the row has {batch.num_segments} segments, more than max_segments={max_segments}")
     if max_seqlen is not None and max_seqlen < batch.max_seqlen:
         raise PackingError(f"a segment of the row has {batch.max_seqlen} tokens, more than max_seqlen={max_seqlen}")

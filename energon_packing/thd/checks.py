@@ -46,8 +46,7 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
     which costs more than the check. Returns sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes,
     dtypes or boundaries are wrong, invariants that depend on them are not checked. In a context-parallel slice, only
     metadata and shapes are checked."""
-    found = list(_types(batch)) or list(_shapes(batch))
-    if found:
+    if found := list(_types(batch)) or list(_shapes(batch)):
         return found
     real = batch.cu_seqlens.cpu().numpy().astype(np.int64)
     physical = real if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded.cpu().numpy().astype(np.int64)
@@ -107,8 +106,7 @@ def _types(batch: Any) -> Iterator[str]:
     if batch.cu_seqlens_padded is not None:
         tensors["cu_seqlens_padded"] = batch.cu_seqlens_padded
     for name in ("visual_inputs", "extra"):
-        held = getattr(batch, name)
-        if isinstance(held, Mapping):
+        if isinstance(held := getattr(batch, name), Mapping):
             tensors |= {f"{name}[{inner!r}]": value for inner, value in held.items()}
         elif held is not None or name == "extra":
             yield f"type: {name} is a {type(held).__name__}, expected a mapping of tensors"
@@ -151,8 +149,7 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
         if len(row) != 2 or row[0] != 1 or (shape != row and not (name == "position_ids" and shape == [3, *row])):
             yield f"shape: {name} is {shape}, tokens are {row}, expected [1, T]"
     for field in TOKEN_FIELDS:
-        actual = getattr(batch, field.name).dtype
-        if actual != field.dtype:
+        if (actual := getattr(batch, field.name).dtype) != field.dtype:
             yield f"dtype: {field.name} is {actual}, expected {field.dtype}"
     for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", batch.cu_seqlens_padded)):
         if boundaries is None:
@@ -173,15 +170,13 @@ def _boundaries(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, coun
             continue
         if boundaries[0] != 0:
             yield f"starts_at_zero: {label} starts at {boundaries[0]}"
-        steps = np.diff(boundaries[: count + 1])
-        if steps.min() <= 0:
+        if (steps := np.diff(boundaries[: count + 1])).min() <= 0:
             segment = int(steps.argmin())
             yield f"strictly_increasing: {label} gives segment {segment} the length {steps[segment]}"
         repeated = boundaries[count + 1 :]
         if (repeated != boundaries[count]).any():
             yield f"boundary_padding: {label} ends with {repeated.tolist()}, expected repeats of {boundaries[count]}"
-    excess = np.diff(real[: count + 1]) - np.diff(physical[: count + 1])
-    if excess.max() > 0:
+    if (excess := np.diff(real[: count + 1]) - np.diff(physical[: count + 1])).max() > 0:
         segment = int(excess.argmax())
         yield f"real_within_physical: segment {segment} is {excess[segment]} tokens longer than its place"
     total, row = batch.total_tokens, batch.tokens.shape[1] * batch.cp_size
@@ -215,8 +210,7 @@ def _samples(batch: PackedBatch, real: np.ndarray, multiple: int) -> Iterator[st
     lengths = np.asarray(batch.sample_lengths, dtype=np.int64)
     if not batch.pad_between_seqs:  # padding is part of its sample, or there is none
         lengths = -(-lengths // multiple) * multiple
-    wrong = np.flatnonzero(real[:samples] != lengths)
-    if wrong.size:
+    if (wrong := np.flatnonzero(real[:samples] != lengths)).size:
         at = int(wrong[0])
         yield f"samples: {batch.sample_keys[at]} has length {batch.sample_lengths[at]}, its segment {real[at]}"
     for name, tensor in (batch.visual_inputs or {}).items():

@@ -25,8 +25,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
     if boundaries.ndim != 1 or boundaries.size < 2 or boundaries[0] != 0:
         raise PackingError(f"boundaries must be one row of at least two that starts at 0, not {boundaries.tolist()}")
     starts = boundaries[:-1]
-    lengths = boundaries[1:] - starts
-    if lengths.min() <= 0:
+    if (lengths := boundaries[1:] - starts).min() <= 0:
         segment = int(lengths.argmin())
         raise PackingError(f"segment {segment} has length {lengths[segment]}; an empty segment cannot be partitioned")
     if cp_size == 1:

@@ -115,8 +115,7 @@ def without_padding(pixels: torch.Tensor, sizes: torch.Tensor) -> list[torch.Ten
     waits for the device."""
     shapes = [(3, height, width) for height, width in sizes.tolist()]
     if pixels.dim() == 1:
-        sides = [math.prod(shape) for shape in shapes]
-        if sum(sides) != len(pixels):
+        if sum(sides := [math.prod(shape) for shape in shapes]) != len(pixels):
             raise PackingError(f"images of {sum(sides)} values are said to be in {len(pixels)} bytes")
         return [part.view(shape) for part, shape in zip(pixels.split(sides), shapes, strict=True)]
     return [image[:, :height, :width] for image, (_, height, width) in zip(pixels, shapes, strict=True)]

@@ -51,8 +51,7 @@ def rotate_rows_whole() -> None:
 
     @functools.wraps(by_segment)
     def rotate(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *more: Any, **named: Any) -> Any:
-        group = named.get("cp_group")
-        if more or group is None or group.size() > 1 or freqs.size(0) != t.size(0):
+        if more or (group := named.get("cp_group")) is None or group.size() > 1 or freqs.size(0) != t.size(0):
             return by_segment(t, cu_seqlens, freqs, *more, **named)
         form = {name: value for name, value in named.items() if name != "cp_group"}
         return rope_utils._apply_rotary_pos_emb_bshd(t.unsqueeze(1), freqs, **form).squeeze(1)

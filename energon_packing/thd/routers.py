@@ -42,11 +42,9 @@ def count_real_tokens(model: torch.nn.Module) -> bool:
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
         if router.get_aux_loss_coeff("seq_aux_loss") > 0:
-            raise ConfigError(
-                "moe_router_load_balancing_type 'seq_aux_loss' balances each sequence, but a packed row holds many and "
-                "would count as one; set it to 'aux_loss', which is what it would compute, or moe_aux_loss_coeff to 0 "
-                "(rule ours/balance-per-sequence)."
-            )
+            why = "'seq_aux_loss' balances each sequence, but a packed row holds many and would count as one"
+            fix = "set it to 'aux_loss', which is what it would compute, or moe_aux_loss_coeff to 0"
+            raise ConfigError(f"moe_router_load_balancing_type {why}; {fix} (rule ours/balance-per-sequence).")
         if not hasattr(router, _REPAIRED):
             _repair(router)
     return bool(routers)
@@ -141,8 +139,7 @@ def experts_read_masks(model: torch.nn.Module) -> bool:
 
 
 def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    mask = getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)
-    if mask is None:
+    if (mask := getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)) is None:
         return None
     # Replaces an existing mask too: Qwen3-VL of Bridge 0.7 derives one from the boundaries, which count the masked rest
     # of a row as a sample.

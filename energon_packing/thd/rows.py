@@ -70,8 +70,7 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
         if name not in ROW_FIELDS and name not in extra_fields and isinstance(value, torch.Tensor | np.ndarray):
             raise PackingError(f"sample {key} has a tensor {name!r} that extra_fields does not declare")
     arrays: dict[str, Any] = {name: _array(row[name]) for name in ROW_TENSORS}
-    shape = arrays["input_ids"].shape
-    if len(shape) != 1 or shape[0] == 0:
+    if len(shape := arrays["input_ids"].shape) != 1 or shape[0] == 0:
         raise PackingError(f"sample {key}: input_ids has shape {list(shape)}, expected [length] with length above 0")
     for field in TOKEN_FIELDS:
         if field.of_row and field.dtype == torch.int64 and arrays[field.of_row].dtype.kind not in "iu":
@@ -81,14 +80,11 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
         own = tuple(value.shape)
         if own != shape and not (name == "position_ids" and own == (3, *shape)):
             raise PackingError(f"sample {key}: {name} has shape {list(own)}, but input_ids has {shape[0]} tokens")
-    attention_mask = row.get("attention_mask")
-    if attention_mask is not None:
-        mask = _array(attention_mask)
-        if mask.shape != shape or not mask.all():
-            fix = "remove the padding before assembly (processor padding=False; packing does not use padding_side)"
-            raise PackingError(f"sample {key}: its attention_mask marks padding; {fix}")
-    expected = row.get("expected_length")
-    if expected is not None and int(expected) != shape[0]:
+    mask = row.get("attention_mask")
+    if mask is not None and ((mask := _array(mask)).shape != shape or not mask.all()):
+        fix = "remove the padding before assembly (processor padding=False; packing does not use padding_side)"
+        raise PackingError(f"sample {key}: its attention_mask marks padding; {fix}")
+    if (expected := row.get("expected_length")) is not None and int(expected) != shape[0]:
         raise PackingError(f"sample {key}: {shape[0]} tokens were rendered, but {int(expected)} were predicted")
     return arrays
 
@@ -107,14 +103,11 @@ def verify_targets(
         loss_mask: ``[T]`` weights.
     """
     ends = starts[:-1] + lengths - 1
-    bad = np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))
-    if bad.size:
+    if (bad := np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))).size:
         index = int(bad[0])
-        raise PackingError(
-            f"sample {keys[index]}: its last token has label {labels[ends[index]]} and weight "
-            f"{loss_mask[ends[index]]:g}; nothing follows it inside the sample, so it needs label {IGNORE_INDEX} "
-            "and weight 0"
-        )
+        last = f"label {labels[ends[index]]} and weight {loss_mask[ends[index]]:g}"
+        why = f"nothing follows it inside the sample, so it needs label {IGNORE_INDEX} and weight 0"
+        raise PackingError(f"sample {keys[index]}: its last token has {last}; {why}")
     impossible = ~((loss_mask >= 0) & (loss_mask < np.inf))
     wrong = impossible | ((loss_mask > 0) & (labels < 0))
     if wrong.any():
@@ -157,8 +150,7 @@ def join_visual(
         for name, value in (row.get("visual_inputs") or {}).items():
             if value is None:
                 continue
-            tensor = torch.as_tensor(value)
-            if tensor.dim() == 0:
+            if (tensor := torch.as_tensor(value)).dim() == 0:
                 raise PackingError(f"sample {key}: visual input {name} has no axis to join samples along")
             first = parts.setdefault(name, [])
             if first and (first[0].shape[1:] != tensor.shape[1:] or first[0].dtype != tensor.dtype):
@@ -207,8 +199,7 @@ def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
         row |= {name: tensor[0, span] for name, tensor in batch.extra.items()}
         visual: dict[str, torch.Tensor] = {}
         for name, tensor in (batch.visual_inputs or {}).items():
-            count = batch.visual_counts[name][index]
-            if count:
+            if count := batch.visual_counts[name][index]:
                 visual[name] = tensor[taken[name] : taken[name] + count]
             taken[name] += count
         if visual:

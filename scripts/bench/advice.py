@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.dynamic import schedulers
+from bench.dynamic import drawn, schedulers
+from bench.offline_index import Mix, write_index
 from energon_packing.packing.model_cost import ModelCost
 from energon_packing.report.advice import Choice, Gpus, Packs, StepTime, foretell
 from energon_packing.validate.memory import Memory
@@ -229,7 +230,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py advice", description=__doc__)
     parser.add_argument("--mean", type=int, default=2000, help="tokens of a sample where nobody published them")
     parser.add_argument("--megatron-lm", type=Path, help="checkout of Megatron-LM's dev: its dynamic runs instead")
+    parser.add_argument("--index", type=Path, help="write an index of 100,000 drawn samples there instead")
+    parser.add_argument("--text", action="store_true", help="--index: with the lengths of Core's published workload")
     given = parser.parse_args(argv)
+    if given.index:
+        mix = None
+        if given.text:
+            lengths, nothing = drawn("published", 100_000, 0)
+            mix = Mix(length=lengths, images=nothing, patches=nothing, files=nothing)
+        write_index(given.index, 100_000, mix=mix)
+        return 0
     if given.megatron_lm:
         for row in core(given.megatron_lm):
             print(json.dumps(row), flush=True)

@@ -50,9 +50,9 @@ def drawn_mix(samples: int, seed: int = 0) -> Mix:
     )
 
 
-def write_index(directory: Path, samples: int, seed: int = 0) -> Mix:
-    """Writes an index of `samples` drawn samples in shards of `SHARD`, and returns what was drawn."""
-    mix = drawn_mix(min(samples, DISTINCT), seed)
+def write_index(directory: Path, samples: int, seed: int = 0, mix: Mix | None = None) -> Mix:
+    """Writes an index of `samples` samples, of a mix or drawn, in shards of `SHARD`, and returns what they are."""
+    mix = mix or drawn_mix(min(samples, DISTINCT), seed)
     (directory / "mix").mkdir(parents=True)
     shards: list[IndexedShard] = []
     for number in range(-(-samples // SHARD)):
@@ -95,7 +95,7 @@ def _table(mix: Mix, start: int, stop: int, number: int) -> pa.Table:
     total = int(offsets[-1])
     media = pa.StructArray.from_arrays(
         [
-            pa.array([f"{start + at:08}.{place}.jpg" for at, place in _numbered(files)]),
+            pa.array([f"{start + at:08}.{place}.jpg" for at, place in _numbered(files)], pa.string()),
             pa.array(np.full(total, number, np.int32)),
             pa.array(np.arange(total, dtype=np.int64) * 200_000),
             pa.array(np.full(total, 150_000, np.int64)),

@@ -120,8 +120,8 @@ CASES = {
 
 @pytest.fixture
 def measured(tiny_provider, ready_batches, make_samples):
-    """The estimate of a case, and what the last of some training steps has and ``keeps``, with images of these grids; if
-    nothing is held longer than by torch, also what it allocates at most."""
+    """The estimate of a case, and what the last of some training steps has, with images of these grids: with what it
+    ``keeps``, all of which is held then, or with what it allocates at most."""
 
     def measure(case, images, layers, *, keeps, steps=1):
         family, sizes, changes = CASES[case]

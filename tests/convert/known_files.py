@@ -28,8 +28,7 @@ def converted(file: KnownFile, path: Path, out: Path) -> ConversionReport | User
     options = dict(file.options)
     if (name := options.pop("entry", None)) is not None:
         found = read_dataset_info(DEMO / "dataset_info.json", name)
-        options |= {"format": found.format, "column_map": found.column_map, "kto_label": found.kto_label}
-        options["media_root"] = found.media_root
+        options |= {option: value for option, value in found.items() if option != "sources"}
     config = ConvertConfig(sources=(path,), out=out, workers=1, split={"train": 1.0}, max_rejects=1.0, **options)
     try:
         return convert(config)

@@ -26,7 +26,7 @@ def key_hash(key: str) -> int:
 
 
 def assign_all(ids: list) -> list[str]:
-    keys = [wanted_key({"id": name}, "dir/chats.json", number)[0] for number, name in enumerate(ids)]
+    keys = [wanted_key(name, "dir/chats.json", number)[0] for number, name in enumerate(ids)]
     changed = KeyAssigner().assign_all(keys, np.array([key_hash(key) for key in keys], np.uint64))
     return [changed.get(index, key) for index, key in enumerate(keys)]
 
@@ -34,19 +34,19 @@ def assign_all(ids: list) -> list[str]:
 def test_dots_and_slashes_and_duplicates_are_told_apart() -> None:
     ids = ["a.b", "a/b", "a_b", "plain", "plain", 7]
     assert assign_all(ids) == ["a_b", "a_b-2", "a_b-3", "plain", "plain-2", "7"]
-    assert [wanted_key({"id": name}, "", 0)[2] for name in ids] == [*[["sanitised_id"]] * 2, *[[]] * 4]
+    assert [wanted_key(name, "", 0)[2] for name in ids] == [*[["sanitised_id"]] * 2, *[[]] * 4]
 
 
 @given(st.text() | st.integers())
 def test_keys_are_safe(name: str | int) -> None:
-    key = wanted_key({"id": name}, "dir/chats.json", 3)[0]
+    key = wanted_key(name, "dir/chats.json", 3)[0]
     assert re.fullmatch(rf"[A-Za-z0-9_-]{{1,{MAX_KEY_LENGTH}}}", key)
 
 
 def test_a_record_without_id_is_named_by_file_and_line() -> None:
-    assert wanted_key({}, "sub/my chats.v2.jsonl", 12) == ("sub_my_chats_v2-12", False, [])
-    assert wanted_key(None, "x.json", 0) == ("x-0", False, [])
-    assert wanted_key({"id": {}}, "x.json", 0) == ("x-0", False, ["unusable_id"])
+    assert wanted_key(None, "sub/my chats.v2.jsonl", 12) == ("sub_my_chats_v2-12", False, [])
+    assert wanted_key("", "x.json", 0) == ("x-0", False, [])
+    assert wanted_key({}, "x.json", 0) == ("x-0", False, ["unusable_id"])
 
 
 def test_a_split_reads_as_written_and_is_normalised() -> None:

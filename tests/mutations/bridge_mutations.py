@@ -246,7 +246,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "bridge/provider.py",
-                "rank = 0 if has_global_packs(config.data.path) else replica.rank",
+                "rank = 0 if planned else replica.rank",
                 "rank = replica.rank",
             ),
         ),

@@ -278,7 +278,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a record of two layouts is read as the first of them",
         test=LAYOUTS + "test_a_record_of_two_layouts_is_refused_with_both_names",
         oracle="the record",
-        edits=(("convert/layouts/layout.py", "    if len(matching) > 1:\n", "    if len(matching) > 8:\n"),),
+        edits=(("convert/layouts/layout.py", "layout.matches(record)]) > 1:\n", "layout.matches(record)]) > 8:\n"),),
     ),
     Mutation(
         trap=46,
@@ -431,8 +431,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "cli/convert.py",
-                'if given["kto_label"] != entry',
-                'if given["kto_label"] and given["kto_label"] != entry',
+                'if given["kto_label"] != (label',
+                'if given["kto_label"] and given["kto_label"] != (label',
             ),
         ),
     ),
@@ -454,7 +454,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a file that is named twice is read twice",
         test=BORDERS + "test_a_file_that_is_named_twice_by_whatever_path_or_pattern_is_read_once_and_said",
         oracle="the records",
-        edits=(("convert/chunks.py", "            if place in places:\n", "            if not place:\n"),),
+        edits=(("convert/chunks.py", "os.path.realpath(path)) in places:\n", "os.path.realpath(path)) in ():\n"),),
     ),
     Mutation(
         trap=109,
@@ -691,7 +691,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a cell with a stray quote loses it",
         test="tests/convert/test_convert_sources.py::test_damaged_rows_are_refused_and_the_others_read",
         oracle="the file",
-        edits=(("convert/tables.py", "delimiter=delimiter, strict=True)", "delimiter=delimiter)"),),
+        edits=(("convert/tables.py", "[0]], strict=True)", "[0]])"),),
     ),
     Mutation(
         trap=105,

@@ -239,8 +239,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/columns.py",
-                "if set(entries) == set(range(len(column))):",
-                "if set(entries) >= set(range(len(column))):",
+                "if set(entries := self.named[kind]) == set(range(len(column))):",
+                "if set(entries := self.named[kind]) >= set(range(len(column))):",
             ),
         ),
     ),
@@ -252,8 +252,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/columns.py",
-                "if set(entries) == set(range(len(column))):",
-                "if set(entries) <= set(range(len(column))):",
+                "if set(entries := self.named[kind]) == set(range(len(column))):",
+                "if set(entries := self.named[kind]) <= set(range(len(column))):",
             ),
         ),
     ),

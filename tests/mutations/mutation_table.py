@@ -124,8 +124,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/assembly.py",
-                "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)",
-                'real = globals().setdefault("_kept", np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32))',
+                "real = np.cumsum([0, *lengths, *last], dtype=np.int32)",
+                'real = globals().setdefault("_kept", np.cumsum([0, *lengths, *last], dtype=np.int32))',
             ),
         ),
     ),
@@ -137,8 +137,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/assembly.py",
-                "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)",
-                "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int64)",
+                "real = np.cumsum([0, *lengths, *last], dtype=np.int32)",
+                "real = np.cumsum([0, *lengths, *last], dtype=np.int64)",
             ),
         ),
     ),
@@ -157,8 +157,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/assembly.py",
-                "real[1 : len(rows) + 1] = np.cumsum(lengths)",
-                "real[1 : len(rows) + 1] = np.cumsum(physical)",
+                "real = np.cumsum([0, *lengths, *last], dtype=np.int32)",
+                "real = np.cumsum([0, *physical, *last], dtype=np.int32)",
             ),
         ),
     ),
@@ -207,7 +207,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="the partitioner takes empty segments",
         test=BATCH + "test_no_zero_length_or_uneven_segment_reaches_the_partitioner",
         oracle="Transformer Engine's contract",
-        edits=(("thd/context_parallel.py", "if lengths.min() <= 0:", "if lengths.min() < 0:"),),
+        edits=(("thd/context_parallel.py", "- starts).min() <= 0:", "- starts).min() < 0:"),),
     ),
     Mutation(
         trap=10,
@@ -386,8 +386,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/routers.py",
-                "    if mask is None:\n        return None\n    # Replaces",
-                "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Replaces",
+                "is None:\n        return None\n    # Replaces",
+                "is None or keywords.get('padding_mask') is not None:\n        return None\n    # Replaces",
             ),
         ),
         needs_bridge=True,

@@ -40,9 +40,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/metrics.py",
-                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, rows))\n",
-                "        self._made.append((sums_of(pack, self._capacity), work_of(pack), costs, rows))\n"
-                "        self._used(0.0, self._taken + 1)\n",
+                "costs, shared.micro_batches if shared else 0))\n",
+                "costs, shared.micro_batches if shared else 0))\n        self._used(0.0, self._taken + 1)\n",
             ),
         ),
     ),

@@ -39,8 +39,7 @@ def _has_caption(record: Mapping[str, Any]) -> bool:
 def _restate_caption(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     caption = record.get("caption")
     if _is_keyframed(record):
-        whole = [each["content"] for each in record["captions"] if each["idx"] in _WHOLE]
-        if len(whole) != 1:
+        if len(whole := [each["content"] for each in record["captions"] if each["idx"] in _WHOLE]) != 1:
             raise SampleRejected("unknown_layout", f"{len(whole)} of its captions have the idx -1, of the whole video")
         if len(record["captions"]) > 1:
             warnings.append("keyframe_captions_left_out")

@@ -57,8 +57,7 @@ def _message(message: Any, number: int) -> Any:
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        value = part.get("value") if isinstance(part, dict) else None
+        kind, value = (part.get("type"), part.get("value")) if isinstance(part, dict) else (None, None)
         if not isinstance(value, str):
             raise SampleRejected("non_string_value", f"turn {number}: a part of type {kind!r} has no text in 'value'")
         rest = without(part, "type", "value")
@@ -111,17 +110,15 @@ def _parts(text: Any) -> Any:
     """Text with image tags as a list of parts; any other value as it is."""
     if not isinstance(text, str) or not _IMAGE.search(text):
         return text
-    pieces = _IMAGE.split(text)  # text and paths in turn
     return [
         {"type": "image", "image": piece} if number % 2 else {"type": "text", "text": piece}
-        for number, piece in enumerate(pieces)
+        for number, piece in enumerate(_IMAGE.split(text))  # text and paths in turn
     ]
 
 
 def _is_conversation(record: Mapping[str, Any]) -> bool:
-    if _is_llamafactory_v1(record):
-        return False
-    if _is_qwen_vl(record) and not (filled(record, "image") or filled(record, "images")):  # else tags may be text
+    has_images = filled(record, "image") or filled(record, "images")  # beside which tags may be text
+    if _is_llamafactory_v1(record) or (_is_qwen_vl(record) and not has_images):
         return False
     is_pair = any(record.get(name) is not None for name in ANSWER_COLUMNS)
     # ms-swift's pair of a query has the chosen answer in `response`.

@@ -26,8 +26,7 @@ def _text(record: Mapping[str, Any], column: str) -> str:
 
 
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    value = record.get("history")
-    if says_nothing(value):
+    if says_nothing(value := record.get("history")):
         return []
     messages: list[dict[str, Any]] = []
     for entry in value if isinstance(value, list) else [value]:

@@ -16,8 +16,7 @@ from energon_packing.registry import Registry
 TURN_COLUMNS = ("messages", "conversations")  # Columns that hold a list of turns
 ANSWER_COLUMNS = ("chosen", "rejected", "rejected_response", "rejected_messages")
 """Columns that hold an answer of a preference pair."""
-SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; cookers select samples by it."""
+SUBFLAVORS = {"energon_packing": "v1"}  # Marks every sample of a converted data set; cookers select samples by it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +94,7 @@ def find_layout(record: Mapping[str, Any], wanted: str) -> Layout:
         if layout.fields is None and not layout.matches(record):  # a conversation itself names what it misses
             raise unknown_layout(record, layout.expects)
         return layout
-    matching = [layout for layout in all_layouts() if layout.matches(record)]
-    if len(matching) > 1:
+    if len(matching := [layout for layout in all_layouts() if layout.matches(record)]) > 1:
         names = " and ".join(layout.name for layout in matching)
         columns = "; ".join(f"{layout.name} has {layout.expects}" for layout in matching)
         raise SampleRejected("ambiguous_layout", f"the record fits {names} ({columns}); name one with --format")

@@ -11,10 +11,10 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,18 @@ ERRORS = {"text": 0.17, "experts": 0.63, "images": 0.62}
 """How wrong the seconds of a step were at most for published runs of dense text, with experts, with images, as
 ``scripts/bench.py advice`` prints them; and 0.19 for ratios of layouts, scaled to one of them."""
 UNLIKELY = 3.0  # no published run took so many times as long as foretold by its products
-ROOM = 0.9
-"""Of a GPU's memory that an estimate may take: all but one of the same runs took 6 to 16 GiB more than it."""
+ROOM, FULL = 0.9, 0.8
+"""Share of a GPU's memory that an estimate may take: all but one of the same runs took 6 to 16 GiB more than it. And
+that of a row below which it is said that a limit ends rows."""
 MOST_SAMPLES, STEPS, REPLICAS, SHOWN = 20_000, 3, 8, 8
 """Samples that are packed, steps and replicas that are simulated, and layouts that are shown."""
+RECOMPUTED = ("granularity", "method", "num_layers")
 AGAIN: dict[str, tuple[str | None, str | None, int | None]] = {
     "none": (None, None, None),
     "inside": ("selective", None, None),
     "all layers": ("full", "uniform", 1),
 }
-"""What is recomputed: nothing, feed-forward parts or experts, or all layers -> granularity, method, layers."""
+"""What is recomputed: nothing, feed-forward parts or experts, or all layers -> settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,22 +265,17 @@ class Choice:
     @classmethod
     def of(cls, container: Any, gpus: Gpus, settings: Mapping[str, Any], again: str = "as it is") -> "Choice":
         """A recipe with these settings, which stays as it is."""
+        settings = {path: value for path, value in settings.items() if attrgetter(path)(container) != value}
         changed = copy.copy(container)
         for section in ("model", "train", "dataset"):
             setattr(changed, section, copy.copy(getattr(container, section)))
         for path, value in settings.items():
             section, _, name = path.partition(".")
             setattr(getattr(changed, section), name, value)
-        model = finalised(changed.model)
-        memory = memory_of(changed, model, vocabulary=embedding_rows(changed.model), world_size=gpus.count)
-        return cls(
-            settings=settings,
-            container=changed,
-            model=model,
-            gpus=gpus.count,
-            memory=memory,
-            again=again,
-        )
+        model, vocabulary = finalised(changed.model), embedding_rows(changed.model)
+        memory = memory_of(changed, model, vocabulary=vocabulary, world_size=gpus.count)
+        more: dict[str, Any] = {"model": model, "gpus": gpus.count, "memory": memory, "again": again}
+        return cls(settings=settings, container=changed, **more)
 
     @property
     def ranks(self) -> int:
@@ -290,11 +287,6 @@ class Choice:
     def replicas(self) -> int:
         """Data-parallel ones."""
         return max(1, self.gpus // self.ranks)
-
-    @property
-    def divides(self) -> bool:
-        """Whether replicas share the GPUs and a global batch without a rest."""
-        return self.gpus % self.ranks == 0 == self.rows % self.replicas
 
     @property
     def row(self) -> int:
@@ -317,12 +309,8 @@ class Choice:
         """For example ``TP 2 SP EP 8 DP 4``."""
         sizes = {"TP": "tensor_model", "CP": "context", "PP": "pipeline_model", "EP": "expert_model"}
         found = {name: getattr(self.model, f"{kind}_parallel_size") for name, kind in sizes.items()}
-        told = [
-            f"{name} {size}" + " SP" * (name == "TP" and self.model.sequence_parallel)
-            for name, size in found.items()
-            if size > 1
-        ]
-        return " ".join([*told, f"DP {self.replicas}"])
+        told = [f"{name} {size}" for name, size in found.items() if size > 1]
+        return " ".join(told[:1] + ["SP"] * bool(self.model.sequence_parallel) + told[1:] + [f"DP {self.replicas}"])
 
     @property
     def stages(self) -> Layout:
@@ -364,7 +352,6 @@ def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]
         inside = spread * (model.expert_tensor_parallel_size or 1)
         if left or not replicas or gpus.count // stage % inside or not 2 / 3 <= count * row / tokens <= 1.5:
             continue
-        granularity, method, number = AGAIN[again]
         settings: dict[str, Any] = {
             "model.tensor_model_parallel_size": tensor,
             "model.context_parallel_size": context,
@@ -372,43 +359,23 @@ def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]
             "model.virtual_pipeline_model_parallel_size": None,
             **({"model.expert_model_parallel_size": spread} if experts else {}),
             "model.sequence_parallel": sequence,
-            "model.recompute_granularity": granularity,
-            "model.recompute_method": method,
-            "model.recompute_num_layers": number,
+            **{f"model.recompute_{name}": value for name, value in zip(RECOMPUTED, AGAIN[again], strict=True)},
             **({"model.recompute_modules": ["moe" if experts else "mlp"]} if again == "inside" else {}),
             "model.seq_length": row,
             "dataset.seq_length": row,
             "train.global_batch_size": count,
             "train.micro_batch_size": 1,
         }
-        choice = Choice.of(
-            container,
-            gpus,
-            {
-                path: value
-                for path, value in settings.items()
-                if getattr(getattr(container, path.partition(".")[0]), path.partition(".")[2], None) != value
-            },
-            again,
-        )
+        choice = Choice.of(container, gpus, settings, again)
         if row % choice.multiple == 0:
             yield choice
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
-    """What a layout would take."""
-
-    step: float  # seconds
-    tokens: float  # real ones per second, of all GPUs
-    bubble: float  # share of a replica's time in which its pipeline stages wait for each other
-    imbalance: float  # share of a step in which replicas wait for the slowest
-    of_peak: float  # operations of packs per second, of the peak of all GPUs
-
-
-def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> Foretold:
+def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> dict[str, float]:
     """Simulates steps of a layout, whose replicas take packs in turn: in their order, or in that of a plan for them.
-    Replicas are a part of all, at equal distances."""
+    Replicas are a part of all, at equal distances. Returns seconds of a ``step``, real ``tokens`` per second of all
+    GPUs, ``bubble`` and ``imbalance``: the shares of a step in which pipeline stages of a replica wait for each other,
+    and replicas for the slowest; and ``of_peak``: operations of packs per second, of the peak of all GPUs."""
     rows, replicas, count = choice.rows, choice.replicas, STEPS * choice.rows
     chosen = np.arange(len(packs.tokens))
     if not packs.ordered:
@@ -425,13 +392,13 @@ def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> 
         lasted[step, at], _, bubbles[step, at], _ = simulate(*costs, choice.stages)
     took, first = lasted.max(axis=1) + choice.after(time, seconds), chosen[:count]
     peak = time.gpus.tflops * 1e12 * time.gpus.count
-    return Foretold(
-        step=float(took.mean()),
-        tokens=float(packs.tokens[first].sum() / took.sum()),
-        bubble=max(float(bubbles.mean()), 0.0),
-        imbalance=max(1 - float(lasted.mean() / lasted.max(axis=1).mean()), 0.0),
-        of_peak=float(packs.operations[first].sum() / took.sum() / peak),
-    )
+    return {
+        "step": float(took.mean()),
+        "tokens": float(packs.tokens[first].sum() / took.sum()),
+        "bubble": max(float(bubbles.mean()), 0.0),
+        "imbalance": max(1 - float(lasted.mean() / lasted.max(axis=1).mean()), 0.0),
+        "of_peak": float(packs.operations[first].sum() / took.sum() / peak),
+    }
 
 
 def calibrated(time: StepTime, choice: Choice, path: Path) -> StepTime:
@@ -453,78 +420,113 @@ def calibrated(time: StepTime, choice: Choice, path: Path) -> StepTime:
     return time.measured(measured, foretold, count + choice.stages.ranks - 1)
 
 
-def advice_report(
-    source: ContainerRun,
-    gpus: Gpus,
-    cost: ModelCost,
-    packs_of: Callable[[int, int], Packs],
-    rows: Sequence[int],
-    *,
-    multiple: int = 0,
-    fit: Path | None = None,
-    seed: int = 0,
+def advice_of(
+    path: Path, recipe: str, gpus: Gpus, *, rows: Sequence[int] = (), fit: Path | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """The layouts of a recipe that take least time for an epoch, of those that fit the GPUs and break no rule of
-    ``validate``; ``packs_of`` gives the packs of a row length and an alignment, which divides ``multiple`` if that is
-    set. Returns ``choices``, fastest first, and ``own``, the recipe as it is or None if the GPUs cannot share it so, as
-    plain values; ``layouts`` that were tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of
-    `StepTime`, whether they are ``measured``, the largest ``error`` of such models, and ``warnings``. Raises UserError:
-    no layout is left, or metrics are of a recipe that the GPUs cannot share; as `calibrated`."""
-    container, packed = source.container, cache(packs_of)
+    """The layouts of a recipe that take least time for an epoch of an index or a plan, of those that fit the GPUs and
+    break no rule of ``validate``; by default in rows of the recipe's length and twice that, or of the plan's. Returns
+    ``choices``, fastest first, and ``own``, the recipe as it is or None if the GPUs cannot share it so, as plain
+    values; ``layouts`` that were tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of
+    `StepTime`, whether they are ``measured``, and the largest ``error`` of such models; for an index the ``window``
+    that an online run needs, and its ``fill``; and ``warnings``. Raises UserError: no layout is left; there is no index
+    or plan, or it is of clips; metrics are of another recipe; ConfigError: the recipe cannot be read, or has another
+    data set than ours."""
+    source, known = run_source((recipe,), world_size=gpus.count), is_index(path) or is_plan(path)
+    refuse((not known, f"{path} is no index and no plan; make an index with `energon-packing measure`."))
+    if not isinstance(source, ContainerRun):
+        raise UserError(
+            f"{recipe} is no recipe of Bridge; --advise takes module:function, or a YAML that Bridge wrote."
+        )
+    from energon_packing.bridge.dataset import cost_of_run  # Bridge can be imported now
+
+    container, run = source.container, source.measured()[0]
+    if (cost := cost_of_run(container)) is None:
+        raise UserError(f"The layers of {type(container.model).__name__} are not known here: no advice for it.")
+    multiple, warnings, samples = 0, list[str](), None
+    if is_plan(path):
+        packs, decided = packs_of_plan(plan := Plan.open(path), cost), plan.facts.decided
+        row, multiple = int(decided["seq_length"]), int(decided["multiple"])
+        refuse((bool(rows) and [*rows] != [row], f"{path} has rows of {row} tokens; leave out --seq-length."))
+        rows = [row]
+    else:
+        index, rows = Index.open(path), rows or [run.packing.seq_length, 2 * run.packing.seq_length]
+        try:
+            samples = samples_of_index(index, str(path), needed=cost.needed)
+        except UserError:  # most are measured without the columns
+            samples = samples_of_index(index, str(path))
+            warnings += [f"{path} was measured without packing.cost_model: attention inside images is not counted."]
+            vision = {name: each for name, each in cost.vision.items() if name not in cost.needed}
+            cost = dataclasses.replace(cost, vision=vision, language={**cost.language, "visual": 0.0})
+        refuse(("text_tokens" in samples.columns, f"{path} is an index of clips; there is no advice for them."))
+
+    def of(choice: Choice) -> RunConfig:
+        packing = dataclasses.replace(run.packing, seq_length=choice.row, cost_model="", cost_frozen=())
+        parallel = ParallelConfig(tensor_parallel=choice.multiple, sequence_parallel=choice.multiple > 1)
+        return dataclasses.replace(run, packing=packing, parallel=parallel)
+
+    made = dict[tuple[int, int], Packs]()
+
+    def packed(choice: Choice) -> Packs:
+        if samples is None:
+            return packs
+        if (key := (choice.row, choice.multiple)) not in made:
+            made[key] = packs_of_index(samples, of(choice), cost, seed=seed)
+        return made[key]
+
+    def foretold(choice: Choice) -> dict[str, float]:
+        return foretell(choice, packed(choice), dataclasses.replace(time, model=choice.model), seed=seed)
+
     own = Choice.of(container, gpus, {})
-    time, runs = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count), own.divides
+    time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
+    runs = gpus.count % own.ranks == 0 == own.rows % own.replicas
     if fit is not None:
         why = f"{own.layout} and {own.rows} rows of a global batch do not divide each other"
-        refuse((not runs, f"{source.name} does not run as it is on {gpus.count} GPUs, so {fit} is not of it: {why}."))
+        refuse((not runs, f"{recipe} does not run as it is on {gpus.count} GPUs, so {fit} is not of it: {why}."))
         time = calibrated(time, own, fit)
-
-    def found(choice: Choice) -> Foretold:
-        changed = dataclasses.replace(time, model=choice.model)
-        return foretell(choice, packed(choice.row, choice.multiple), changed, seed=seed)
-
-    tried, refused, shown = dict[Any, tuple[Foretold, Choice]](), Counter[str](), list[dict[str, Any]]()
     possible = [each for each in choices(container, gpus, rows) if not multiple or multiple % each.multiple == 0]
     fits = [each for each in possible if each.memory is None or each.memory.total <= ROOM * gpus.memory * GB]
-    for choice in fits:  # what `finalize()` makes alike is tried once
-        tried.setdefault((choice.layout, choice.again, choice.row), (found(choice), choice))
-    used = {each: 1 - packed(*each).lost for each in {(choice.row, choice.multiple) for choice in fits}}
-    for told, choice in sorted(tried.values(), key=lambda it: -it[0].tokens * used[it[1].row, it[1].multiple]):
+    different = {(each.layout, each.again, each.row): each for each in fits[::-1]}  # what `finalize()` leaves so
+    tried = [(foretold(each), each) for each in different.values()]
+    refused, shown = Counter[str](), list[tuple[dict[str, float], Choice]]()
+    for told, choice in sorted(tried, key=lambda each: -each[0]["tokens"] * (1 - packed(each[1]).lost)):
+        said = objections(source, choice.overrides, gpus, ask=not shown)
+        refused.update(said)
+        shown += [(told, choice)] * (not said)
         if len(shown) == SHOWN:
             break
-        if said := objections(source, choice.overrides, gpus, ask=not shown):
-            refused.update(said)
-        else:
-            shown.append(_told(told, choice, packed(choice.row, choice.multiple), gpus))
     if not shown:
         reasons = [f"{len(possible) - len(fits)} of {len(possible)} layouts need more than {ROOM:.0%} of the memory"]
         reasons += [f"{name} refuses {count}" for name, count in refused.most_common(3)]
-        raise UserError(
-            f"{source.name} fits {gpus.count} x {gpus.name} in no way: {', '.join(reasons)}; take more GPUs."
-        )
+        raise UserError(f"{recipe} fits {gpus.count} x {gpus.name} in no way: {', '.join(reasons)}; take more GPUs.")
     kind = "experts" if own.model.num_moe_experts else "images" if cost.vision else "text"
-    return {
-        "recipe": source.name,
+    report: dict[str, Any] = {
+        "recipe": recipe,
         "gpus": dataclasses.asdict(gpus),
-        "choices": shown,
-        "own": _told(found(own), own, packed(own.row, own.multiple), gpus) if runs else None,
+        "choices": [_told(told, choice, packed(choice), gpus) for told, choice in shown],
+        "own": _told(foretold(own), own, packed(own), gpus) if runs else None,
         **{"layouts": len(possible), "too_large": len(possible) - len(fits), "refused": dict(refused)},
         **{"measured": fit is not None, "scale": time.scale, "host": time.host, "error": ERRORS[kind]},
-        "warnings": [] if fit else [*_uncompared(own, gpus, kind, max(rows))],
+        "warnings": warnings if fit else [*_uncompared(own, gpus, kind, max(rows)), *warnings],
     }
+    if samples is not None:
+        window, fill = window_of(samples, of(shown[0][1]), seed=seed)
+        report["choices"][0]["overrides"] += [f"dataset.packing.window={window}"] * (window != run.packing.window)
+        report |= {"window": window, "fill": fill}
+    return report
 
 
-def _uncompared(own: Choice, gpus: Gpus, kind: str, longest: int) -> Iterator[str]:
+def _uncompared(own: Choice, gpus: Gpus, kind: str, longest: int) -> list[str]:
     """Sentences about what no published run confirms."""
-    if gpus.name not in COMPARED:
-        yield f"No dense model was compared on {gpus.name}: it is taken to reach {gpus.reached:.0%} of its peak."
-    if kind != "text":
-        yield f"Published runs with {kind} took up to {1 / (1 - ERRORS[kind]):.1f} times as long as foretold."
-    if own.memory is None:
-        yield "The memory of this model or precision is not known here: what is foretold may not fit a GPU."
-    if gpus.count > 64:
-        yield f"Runs of up to 64 GPUs were compared, not of {gpus.count}: the network may be slower."
-    if longest > 32768:
-        yield f"Rows of up to 32,768 tokens were compared, not of {longest:,}."
+    reached, worst = f"{gpus.reached:.0%}", f"{1 / (1 - ERRORS[kind]):.1f}"
+    said = {
+        f"No dense model was compared on {gpus.name}: it is taken to reach {reached} of its peak.": gpus.name
+        not in COMPARED,
+        f"Published runs with {kind} took up to {worst} times as long as foretold.": kind != "text",
+        "The memory of this model or precision is not known here: it may not fit a GPU.": own.memory is None,
+        f"Runs of up to 64 GPUs were compared, not of {gpus.count}: the network may be slower.": gpus.count > 64,
+        f"Rows of up to 32,768 tokens were compared, not of {longest:,}.": longest > 32768,
+    }
+    return [sentence for sentence, holds in said.items() if holds]
 
 
 def objections(source: ContainerRun, changes: Sequence[str], gpus: Gpus, *, ask: bool) -> list[str]:
@@ -541,71 +543,19 @@ def objections(source: ContainerRun, changes: Sequence[str], gpus: Gpus, *, ask:
     return [f"Megatron-Bridge: {verdict.message}"] if verdict.accepted is False else []
 
 
-def _told(found: Foretold, choice: Choice, packs: Packs, gpus: Gpus) -> dict[str, Any]:
+def _told(found: Mapping[str, float], choice: Choice, packs: Packs, gpus: Gpus) -> dict[str, Any]:
     """One layout as plain values: seconds, bytes of the fullest GPU, and GPU hours and price of an epoch."""
-    seconds = packs.epoch / found.tokens
+    seconds = packs.epoch / found["tokens"]
     hours = seconds * gpus.count / 3600
     return {
         **{"layout": choice.layout, "recompute": choice.again, "seq_length": choice.row, "multiple": choice.multiple},
-        **{"global_batch_size": choice.rows, "micro_batches": choice.rows // choice.replicas, "lost": packs.lost},
-        **dataclasses.asdict(found),
+        **{"global_batch_size": choice.rows, "micro_batches": choice.rows // choice.replicas},
+        **{"lost": packs.lost, "fill": float(packs.tokens.mean()) / choice.row},
+        **found,
         "memory": None if choice.memory is None else choice.memory.parts | {"total": choice.memory.total},
-        **{"steps": seconds / found.step, "gpu_hours": hours, "price": gpus.price and gpus.price * hours},
+        **{"steps": seconds / found["step"], "gpu_hours": hours, "price": gpus.price and gpus.price * hours},
         "overrides": choice.overrides,
     }
-
-
-def advice_of(
-    path: Path, recipe: str, gpus: Gpus, *, rows: Sequence[int] = (), fit: Path | None = None, seed: int = 0
-) -> dict[str, Any]:
-    """`advice_report` for the samples of an index, or the packs of a plan; by default for rows of the recipe's length
-    and twice that, and with the ``window`` that an online run needs and its ``fill``. Raises UserError: as that; there
-    is no index or plan, or it is of clips; ConfigError: the recipe cannot be read, or has another data set than ours.
-    """
-    source, known = run_source((recipe,), world_size=gpus.count), is_index(path) or is_plan(path)
-    refuse((not known, f"{path} is no index and no plan; make an index with `energon-packing measure`."))
-    if not isinstance(source, ContainerRun):
-        raise UserError(
-            f"{recipe} is no recipe of Bridge; --advise takes module:function, or a YAML that Bridge wrote."
-        )
-    from energon_packing.bridge.dataset import cost_of_run  # Bridge can be imported now
-
-    run, _ = source.measured()
-    if (cost := cost_of_run(source.container)) is None:
-        raise UserError(f"The layers of {type(source.container.model).__name__} are not known here: no advice for it.")
-    if is_plan(path):
-        packs, decided = packs_of_plan(plan := Plan.open(path), cost), plan.facts.decided
-        row, multiple = int(decided["seq_length"]), int(decided["multiple"])
-        refuse((bool(rows) and [*rows] != [row], f"{path} has rows of {row} tokens; leave out --seq-length."))
-        return advice_report(source, gpus, cost, lambda *_: packs, [row], multiple=multiple, fit=fit, seed=seed)
-    index, lacks = Index.open(path), list[str]()
-    try:
-        samples = samples_of_index(index, str(path), needed=cost.needed)
-    except UserError:  # most are measured without the columns
-        samples = samples_of_index(index, str(path))
-        lacks = [f"{path} was measured without packing.cost_model: attention inside images is not counted."]
-        vision = {name: each for name, each in cost.vision.items() if name not in cost.needed}
-        cost = dataclasses.replace(cost, vision=vision, language={**cost.language, "visual": 0.0})
-    refuse(("text_tokens" in samples.columns, f"{path} is an index of clips; there is no advice for them."))
-
-    def of(row: int, multiple: int) -> RunConfig:
-        packing = dataclasses.replace(run.packing, seq_length=row, cost_model="", cost_frozen=())
-        parallel = ParallelConfig(tensor_parallel=multiple, sequence_parallel=multiple > 1)
-        return dataclasses.replace(run, packing=packing, parallel=parallel)
-
-    report = advice_report(
-        source,
-        gpus,
-        cost,
-        lambda row, multiple: packs_of_index(samples, of(row, multiple), cost, seed=seed),
-        rows or [run.packing.seq_length, 2 * run.packing.seq_length],
-        fit=fit,
-        seed=seed,
-    )
-    best = report["choices"][0]
-    window, fill = window_of(samples, of(best["seq_length"], best["multiple"]), seed=seed)
-    best["overrides"] += [f"dataset.packing.window={window}"] * (window != run.packing.window)
-    return report | {"window": window, "fill": fill, "warnings": [*report["warnings"], *lacks]}
 
 
 def sentences(report: Mapping[str, Any]) -> Iterator[str]:
@@ -619,7 +569,10 @@ def sentences(report: Mapping[str, Any]) -> Iterator[str]:
         f"{best['steps']:,.0f} steps an epoch."
     )
     if own:
-        yield f"The recipe as it is has {own['tokens'] / best['tokens']:.0%} of its tokens a second."
+        needs = f" and needs {own['memory']['total'] / GB:.1f} GB" if own["memory"] else ""
+        yield f"The recipe as it is has {own['tokens'] / best['tokens']:.0%} of its tokens a second{needs}."
+    if best["fill"] < FULL:
+        yield f"Rows are {best['fill']:.0%} full: a limit ends them, such as dataset.packing.max_patches_per_pack."
     how = f"products at {gpus['reached']:.0%} of {gpus['tflops']:.0f} TFLOP/s, links of {gpus['link']:.0f} and "
     how += f"{gpus['network']:.0f} GB/s; the seconds of published runs were up to {report['error']:.0%} off"
     if report["measured"]:

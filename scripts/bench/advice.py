@@ -159,7 +159,7 @@ def run(mean: int = 2000) -> Iterator[dict[str, Any]]:
             "layout": choice.layout,
         }
         row |= {"row": each.row, "rows": each.rows, "source": each.source, "published": each.seconds}
-        row |= {"foretold": round(found.step, 2), "error": round(found.step / each.seconds - 1, 3)}
+        row |= {"foretold": round(found["step"], 2), "error": round(found["step"] / each.seconds - 1, 3)}
         if choice.memory is not None:
             row |= {"published_gib": each.memory, "foretold_gib": round(choice.memory.total / 2**30, 1)}
         yield row

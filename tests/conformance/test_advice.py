@@ -150,10 +150,10 @@ def test_the_bubble_of_equal_packs_is_that_of_1f1b(stages, count):
     operations = np.stack([0 * sizes, sizes * TOKEN], axis=1)
     packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=1e9, ordered=True)
     found = foretell(choice, packs, time)
-    assert found.bubble == pytest.approx((stages - 1) / (count + stages - 1), abs=1e-9)
+    assert found["bubble"] == pytest.approx((stages - 1) / (count + stages - 1), abs=1e-9)
     alone = 8192 * TOKEN / 989e12 / 0.46 / stages
-    assert found.step == pytest.approx(alone * (count + stages - 1))
-    assert found.of_peak == pytest.approx(0.46 / 8 * count / (count + stages - 1) * stages)
+    assert found["step"] == pytest.approx(alone * (count + stages - 1))
+    assert found["of_peak"] == pytest.approx(0.46 / 8 * count / (count + stages - 1) * stages)
 
 
 @pytest.mark.parametrize(

@@ -34,21 +34,19 @@ class InternVL(VisionFamily):
         self.image_token: str = processor.image_token
         self._start: str = processor.start_image_token
         self._end: str = processor.end_image_token
-        image_id = self.check_token(self.image_token)
         # The chat template of Qianfan-VL writes another token; the model sees the one that replaces it.
         image = str(getattr(processor, "image_placeholder_token", self.image_token))
         self.placeholders: dict[MediaKind, str] = {"image": image}
-        self.placeholder_ids = {"image": image_id}
         self.tile_tokens: int = processor.image_seq_length
         if self.videos is not None:
             self.placeholders["video"] = processor.video_token
-            self.placeholder_ids["video"] = image_id
             if self.videos.size != self.images.size:
                 raise ConfigError(
                     f"The processor resizes images to {dict(self.images.size)} and frames to {dict(self.videos.size)}; "
                     "the vision encoder takes one size: set both in preprocessor_config.json and "
                     "video_preprocessor_config.json."
                 )
+        self.placeholder_ids = dict.fromkeys(self.placeholders, self.check_token(self.image_token))
         self.reserved = (self.image_token, self._start, self._end, *self.placeholders.values())
         area = self.images.size["height"] * self.images.size["width"]
         self.most_pixels = MOST_TILES * area

@@ -9,7 +9,7 @@ import functools
 import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from megatron.energon import stateless
 from PIL import Image
 
-from energon_packing.config import EncoderConfig, RunConfig
+from energon_packing.config import RunConfig
 from energon_packing.conversation import Media, PairCounts
+from energon_packing.encoders.decoding import MediaToDecode, decode_media
 from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder
@@ -30,8 +31,6 @@ from energon_packing.executors.work import Progress
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.geometry import MediaPlan
 from energon_packing.ledger import without_ledger
-from energon_packing.media.image import decode_image
-from energon_packing.media.video import decode_frame_files, decode_frames
 from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.explain import explanation
 from energon_packing.offline.index import pair_counts
@@ -329,24 +328,21 @@ class WatchedTaskEncoder(PackingTaskEncoder):
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
         frames = f", {len(plan.frame_indices)} of {media.frames} frames" if media.kind == "video" else ""
         label = f"{media.kind} {media.width}x{media.height}{frames}, {plan.tokens} tokens"
-        pixels = _frames(media, plan, read, self.encoder.config) if self.pictures_left > 0 else ()
+        pixels = _frames(media, plan, read, self.encoder.family) if self.pictures_left > 0 else ()
         pictures = tuple(map(picture, pixels))
         self.pictures_left -= sum(map(len, pictures))
         return ShownMedia(name=media.name, label=label, tokens=plan.tokens, pictures=pictures)
 
 
-def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], config: EncoderConfig) -> torch.Tensor:
+def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], family: VisionFamily) -> torch.Tensor:
     """uint8 ``[N, 3, H, W]``: the image, or some frames of the video."""
-    max_pixels, on_white = config.max_source_pixels, config.transparency == "white"
-    if media.kind == "image":
-        return decode_image(read(media.name), max_pixels=max_pixels, on_white=on_white)[None]
     last = len(plan.frame_indices) - 1
-    places = sorted({round(part * last / (FRAMES - 1)) for part in range(FRAMES)}) if last >= 0 else ()
-    indices = [plan.frame_indices[place] for place in places]
-    if media.frame_names:
-        names = [media.frame_names[index] for index in indices]
-        return decode_frame_files(read, names, max_pixels=max_pixels, on_white=on_white)
-    return decode_frames(read(media.name), sorted(set(indices)), max_pixels=max_pixels)
+    shown = {plan.frame_indices[round(part * last / (FRAMES - 1))] for part in range(FRAMES)} if last >= 0 else ()
+    part = MediaToDecode(media=(media,), plans=(replace(plan, frame_indices=tuple(sorted(shown))),))
+    # At the size of the file, however long that takes: the sample itself was decoded within its limits.
+    own = replace(family.config, jpeg_scaled_decoding=None, decode_seconds=None)
+    (pixels,) = decode_media(part, read, own, family)
+    return pixels if media.kind == "video" else pixels[None]
 
 
 def picture(pixels: torch.Tensor) -> str:

@@ -1,6 +1,5 @@
 """A text as tokens, and which tokens hold which characters."""
 
-import functools
 import json
 import os
 import re
@@ -359,7 +358,7 @@ class Placeholders:
         self._kinds = [kind for kind, _ in kinds]
         self._pattern = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
 
-    @functools.cached_property
+    @cached_property
     def _frames(self) -> dict[MediaKind, tuple[re.Pattern[str], re.Pattern[str]]]:
         """What may stand directly before and after a placeholder, by kind; a number may be another one."""
         found = {}

@@ -114,32 +114,34 @@ def sampled_frames(
     return [int(index) for index in processor.sample_frames(clip, **how) if 0 <= int(index) < total]
 
 
-def uniform_frames(
-    processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int | None
+def spread_frames(
+    media: Media,
+    config: EncoderConfig,
+    processor: Any,
+    *,
+    rate: float | None,
+    fewest: int,
+    most: int | None,
+    listed: int | None = None,
 ) -> tuple[int, ...]:
-    """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them: at
-    least one and at most ``min(most, total)``, of all frames if ``most`` is None.
+    """Returns the indices of the frames of a video, as the video processor itself spreads them, ascending and distinct,
+    shown at their times (`shown_frames`): at least one and at most ``most``, or all frames if that is None. Of a list
+    of images at most ``listed`` (`chosen_frames`).
 
     Args:
-        processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
-        total: frames of the clip, at least 1.
-        fps: frames per second of the clip; processors compute with the nearest float.
+        processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``; processors compute with
+            the float nearest to the clip's frames per second.
         rate: frames per second to sample; None samples ``most`` frames of every clip.
         fewest: minimum frames of a clip under ``rate``, if it has that many.
     """
+    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
     wanted = most or total if rate is None else int(total / float(fps) * rate)
     wanted = max(1, min(max(wanted, fewest), most or total, total))
-    return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
+    def spread() -> tuple[int, ...]:
+        return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
-def spread_frames(
-    media: Media, config: EncoderConfig, processor: Any, *, listed: int | None = None, **how: Any
-) -> tuple[int, ...]:
-    """Returns the frames of a video: its `uniform_frames` in a ``processor``, shown at their times (`shown_frames`), or
-    of a list of images at most ``listed`` (`chosen_frames`)."""
-    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
-    chosen = chosen_frames(media, config, lambda: uniform_frames(processor, total, fps, **how), most=listed)
-    return shown_frames(media, config, chosen)[0]
+    return shown_frames(media, config, chosen_frames(media, config, spread, most=listed))[0]
 
 
 MOST_TILES = 4096

@@ -12,7 +12,7 @@ from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.geometry import check_pinpoints, spread_frames
-from energon_packing.families.pixel_forms import RAW, form_of, image_forms
+from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 32  # Frames of a video if the video processor has no ``num_frames``; the published number
@@ -83,7 +83,7 @@ class Llava(VisionFamily):
         return self.image_token
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        return image_forms(self.images)
+        return form_of(self.images)
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
@@ -202,8 +202,8 @@ class LlavaOneVision(LlavaNext):
         forms = super().byte_forms()
         if not forms or self.videos is None:
             return forms
-        frames = form_of(self.videos, "images")
-        return {} if frames is None else {**forms, "pixel_values_videos": frames}
+        frames = form_of(self.videos, name="pixel_values_videos")
+        return forms | frames if frames else {}
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``. With images

@@ -25,24 +25,18 @@ PROBES = ((57, 93), (56, 56), (112, 112), (224, 224), (448, 448))
 PROBE_FRAMES = 3  # An odd number, so that a time step of two frames is filled
 
 
-def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | None = None) -> PixelForm | None:
-    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling; see `PixelForm`. None if the
-    processor does not rescale and normalise three channels."""
+def form_of(processor: Any, layout: Layout = "images", name: str = "pixel_values", **how: Any) -> dict[str, PixelForm]:
+    """Returns the form of a processor's bytes by the ``name`` of the visual input, from its own mean, deviation and
+    rescaling; for ``how`` see `PixelForm`. Nothing if the processor does not rescale and normalise three channels."""
     if not (getattr(processor, "do_rescale", False) and getattr(processor, "do_normalize", False)):
-        return None
+        return {}
     mean, deviation = processor.image_mean, processor.image_std
     if not (isinstance(mean, list | tuple) and len(mean) == 3 and isinstance(deviation, list | tuple)):
-        return None
+        return {}
     # Rescaling folded into the normalisation: transformers computes these two tensors the same way.
     scale = 1.0 / processor.rescale_factor
     folded = [tuple((torch.tensor(values) * scale).tolist()) for values in (mean, deviation)]
-    return PixelForm(layout=layout, mean=folded[0], deviation=folded[1], repeat=repeat, sizes=sizes)
-
-
-def image_forms(processor: Any, *, sizes: str | None = None) -> dict[str, PixelForm]:
-    """Returns the form of ``pixel_values`` ``[images, 3, H, W]`` by that name; nothing if the processor has none."""
-    form = form_of(processor, "images", sizes=sizes)
-    return {} if form is None else {"pixel_values": form}
+    return {name: PixelForm(layout=layout, mean=folded[0], deviation=folded[1], **how)}
 
 
 def proven(

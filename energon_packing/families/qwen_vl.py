@@ -221,8 +221,9 @@ class Qwen25VL(VisionFamily):
     def byte_forms(self) -> dict[str, PixelForm]:
         # The processor repeats an image along the temporal axis; its bytes are carried once.
         repeat = getattr(self.images, "temporal_patch_size", None) or 1
-        images, videos = form_of(self.images, "patches", repeat=repeat), form_of(self.videos, "patches")
-        return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
+        images = form_of(self.images, "patches", repeat=repeat)
+        videos = form_of(self.videos, "patches", "pixel_values_videos")
+        return images | videos if images and videos else {}
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),

@@ -328,20 +328,20 @@ class WatchedTaskEncoder(PackingTaskEncoder):
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
         frames = f", {len(plan.frame_indices)} of {media.frames} frames" if media.kind == "video" else ""
         label = f"{media.kind} {media.width}x{media.height}{frames}, {plan.tokens} tokens"
-        pixels = _frames(media, plan, read, self.encoder.family) if self.pictures_left > 0 else ()
+        pixels = _frames(media, plan, read, self.encoder) if self.pictures_left > 0 else ()
         pictures = tuple(map(picture, pixels))
         self.pictures_left -= sum(map(len, pictures))
         return ShownMedia(name=media.name, label=label, tokens=plan.tokens, pictures=pictures)
 
 
-def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], family: VisionFamily) -> torch.Tensor:
+def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], encoder: Any) -> torch.Tensor:
     """uint8 ``[N, 3, H, W]``: the image, or some frames of the video."""
     last = len(plan.frame_indices) - 1
     shown = {plan.frame_indices[round(part * last / (FRAMES - 1))] for part in range(FRAMES)} if last >= 0 else ()
     part = MediaToDecode(media=(media,), plans=(replace(plan, frame_indices=tuple(sorted(shown))),))
     # At the size of the file, however long that takes: the sample itself was decoded within its limits.
-    own = replace(family.config, jpeg_scaled_decoding=None, decode_seconds=None)
-    (pixels,) = decode_media(part, read, own, family)
+    own = replace(encoder.config, jpeg_scaled_decoding=None, decode_seconds=None)
+    (pixels,) = decode_media(part, read, own, encoder.family)
     return pixels if media.kind == "video" else pixels[None]
 
 

@@ -207,7 +207,7 @@ class ChatTemplate:
             start = places[answer.first][0] - answer.before
             end = places[answer.last][1] + answer.after
             if self.train_line_break == "always" and not answer.opens:
-                end = _with_line_break(text, end)
+                end += text.startswith("\n", end)
             found.append((answer.turn, [TrainedSpan(start, end + len(answer.added))], answer.added))
         return found
 
@@ -227,7 +227,7 @@ class ChatTemplate:
                 turn = latest if is_answer and latest + 1 not in silent else (later or [latest])[0]
             end = self.stops.after(text, end)
             if self.train_line_break == "always":
-                end = _with_line_break(text, end)
+                end += text.startswith("\n", end)
             elif self.train_line_break == "never":
                 bare = start + len(text[start:end].rstrip())
                 end = bare if text[start:bare].endswith(self.stops.stops) else end
@@ -307,10 +307,6 @@ def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) 
         if found:
             frames[kind] = before, after
     return frames
-
-
-def _with_line_break(text: str, end: int) -> int:
-    return end + 1 if text.startswith("\n", end) else end
 
 
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:

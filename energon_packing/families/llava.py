@@ -29,13 +29,7 @@ class Llava(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.stand_for_media({"image": self.image_token})
-        self.tile = self._tile_size()
-        """Height and width of what the vision encoder sees, in pixels."""
-        self.tile_grid = self._tile_grid()
-        """The same in patches."""
-
-    def _tile_size(self) -> tuple[int, int]:
-        """Returns the one size to which the image processor resizes two small images of different shapes."""
+        # The one size to which the image processor resizes two small images of different shapes.
         made = [
             self.images(images=[torch.zeros(3, *size, dtype=torch.uint8)], return_tensors="pt")["pixel_values"]
             for size in ((16, 24), (24, 16))
@@ -46,7 +40,10 @@ class Llava(VisionFamily):
                 f"The image processor makes images of different sizes ({first}, {second}), which cannot share a "
                 "tensor; set do_center_crop and crop_size in preprocessor_config.json."
             )
-        return int(first[0]), int(first[1])
+        self.tile: tuple[int, int] = first
+        """Height and width of what the vision encoder sees, in pixels."""
+        self.tile_grid = self._tile_grid()
+        """The same in patches."""
 
     def _tile_grid(self) -> tuple[int, int]:
         patch = self._setting("patch_size")

@@ -134,7 +134,10 @@ class SpecialTexts:
             self._ids[list(pairs)] = list(pairs.values())
             self._copy = TextTokenizer(copy)
             for name in names:
-                self._check(name, special)
+                tokens = (self._copy(held, add_special_tokens=False).ids for held in (self._other[name], name))
+                own, text = (self._ids.take(ids).tolist() for ids in tokens)
+                if own != [special[name]] or not set(text).isdisjoint(special.values()):
+                    raise _no_text(f"its vocabulary holds {name!r} as a word")
 
     def __call__(self, conversation: Conversation) -> Conversation:
         """Returns the conversation as it is to be rendered; the same object if no text has a special token. Raises
@@ -191,12 +194,6 @@ class SpecialTexts:
         tokenized = self._copy(self.exchanged(text), add_special_tokens=add_special_tokens)
         tokenized.ids = self._ids.take(tokenized.ids)
         return tokenized
-
-    def _check(self, name: str, special: Mapping[str, int]) -> None:
-        tokens = (self._copy(held, add_special_tokens=False).ids for held in (self._other[name], name))
-        own, text = (self._ids.take(ids).tolist() for ids in tokens)
-        if own != [special[name]] or not set(text).isdisjoint(special.values()):
-            raise _no_text(f"its vocabulary holds {name!r} as a word")
 
 
 def _no_text(why: str) -> ConfigError:

@@ -19,7 +19,7 @@ from typing import Any
 from energon_packing.chat.renderer import TemplateRenderer, common_prefix
 from energon_packing.chat.structures import AnswerSearch, Reading, StopTokens, TemplateReader
 from energon_packing.chat.thinking import OPEN, TrainedSpan, as_shown, without_spans
-from energon_packing.config.encoder import Thinking, ToolDefinitions, TrainLineBreak, TrainOn
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 
@@ -43,27 +43,17 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A chat template bound to a tokenizer. Raises ConfigError: the tokenizer has no chat template or several, thinking
-    cannot be told from the answer as ``thinking`` asks, or as for `TemplateRenderer`.
+    """A chat template bound to a tokenizer, and the settings of ``config`` for its texts. Raises ConfigError: the
+    tokenizer has no chat template or several, thinking cannot be told from the answer as ``thinking`` asks, or as for
+    `TemplateRenderer`.
 
     Args:
         source: the Jinja text; None takes the tokenizer's own.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
-        date: the day that the template is told, see `TemplateRenderer`.
-
-    The other arguments are settings of `EncoderConfig`."""
+    """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        source: str | None = None,
-        train_on: TrainOn = "assistant",
-        thinking: Thinking = "keep",
-        train_line_break: TrainLineBreak = "as_marked",
-        tool_definitions: ToolDefinitions = "required",
-        stops: Sequence[str] = (),
-        date: str | None = None,
+        self, tokenizer: Any, config: EncoderConfig, *, source: str | None = None, stops: Sequence[str] = ()
     ) -> None:
         source = source if source is not None else tokenizer.chat_template
         if isinstance(source, Mapping):
@@ -74,16 +64,17 @@ class ChatTemplate:
         if not isinstance(source, str) or not source:
             fix = "name a Jinja file with encoder.chat_template, or use a processor that ships one."
             raise ConfigError(f"The processor has no chat template; {fix}")
-        self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
+        self.source, self.train_on, self.thinking = source, config.train_on, config.thinking
+        self.train_line_break = config.train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
-        self.renderer = TemplateRenderer(source, named, date=date)
-        if thinking in ("mask", "trim_empty") and "" in self.renderer.thinking:  # as one of its marks
+        self.renderer = TemplateRenderer(source, named, date=config.template_date)
+        if self.thinking in ("mask", "trim_empty") and "" in self.renderer.thinking:  # as one of its marks
             raise ConfigError(
-                f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
-                "tells it from the answer; use keep or strip, or another encoder.chat_template."
+                f"encoder.thinking is {self.thinking!r}, but the chat template writes no mark before or after thinking "
+                "that tells it from the answer; use keep or strip, or another encoder.chat_template."
             )
-        self._reader = TemplateReader(self.renderer, tool_definitions)
+        self._reader = TemplateReader(self.renderer, config.tool_definitions)
         known = set(tokenizer.get_added_vocab()) | {str(token) for token in named.values()}
         ends = {*stops, *(token for token in END_OF_TURN if token in known)}
         ends |= {tokenizer.eos_token} - {None}
@@ -276,7 +267,8 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         texts[f"{kind}_token"] = texts[kind] = placeholder
         content = [{"type": "text", "text": before}, {"type": kind}, {"type": "text", "text": after}]
         try:
-            own = ChatTemplate(tokenizer, source=source, date="2000-01-01")  # no day changes what is asked for here
+            # No day changes what is asked for here.
+            own = ChatTemplate(tokenizer, EncoderConfig(template_date="2000-01-01"), source=source)
             shown, _ = own.renderer.run([{"role": "user", "content": content}], None)
         except (ConfigError, SampleRejected):
             continue  # no template of its own, or one that does not take this kind

@@ -360,50 +360,40 @@ def drawn_packs(
     """The packs as values that a page draws, and the facts of the run: what `preview_page` takes. Raises `UserError`:
     the data cannot be read, or no pack has the key."""
     encoder: Any = build_task_encoder(without_ledger(config), WatchedTaskEncoder)
+    facts: dict[str, Any] = {"path": config.data.path, "seq_length": config.packing.seq_length}
+    facts |= {"multiple": config.parallel.multiple, "context_parallel": config.parallel.most_context_parallel}
     drawn: list[dict[str, Any]] = []
     most = 0
     progress("packs", 0, wanted.packs)
     for pack, sources in wanted_packs(config, encoder, wanted, progress, tell):
         # Of the first pack's samples follows how many the page will have.
         most = most or min(LONGEST, max(SHORTEST, TEXT // max(pack.batch.num_samples * wanted.packs, 1)))
-        drawn.append(
-            drawn_pack(
-                pack,
-                encoder.encoder.family,
-                seq_length=config.packing.seq_length,
-                context_parallel=config.parallel.most_context_parallel,
-                media=lambda key: encoder.shown.get(key, ()),
-                sources=sources,
-                most=most,
-            )
-        )
+        family = encoder.encoder.family
+        drawn.append(drawn_pack(pack, family, facts, media=encoder.shown, sources=sources, most=most))
         progress("packs", len(drawn), wanted.packs)
-    facts: dict[str, Any] = {"path": config.data.path, "seq_length": config.packing.seq_length}
-    facts |= {"multiple": config.parallel.multiple, "context_parallel": config.parallel.most_context_parallel}
     return drawn, facts
 
 
 def drawn_pack(
     pack: Pack,
     family: VisionFamily,
+    facts: Mapping[str, Any],
     *,
-    seq_length: int,
-    context_parallel: int = 1,
-    media: Callable[[str], Sequence[ShownMedia]] = lambda _: (),
-    sources: Sequence[str] = (),
+    media: Mapping[str, Sequence[ShownMedia]],
+    sources: Sequence[str],
     most: int = 4000,
 ) -> dict[str, Any]:
-    """Describes one pack for a page, whose samples have at most ``most`` characters of text; ``media`` gives the images
-    and videos of a segment by its key. Returns plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real
-    tokens (see `KINDS`), ``pieces`` are ``[text, kind]`` or ``[number of the media]``, ``positions`` the first and last
-    on each axis, and ``slices`` ``[rank, start, stop]`` in the row."""
+    """Describes one pack of a run with these ``facts`` for a page, whose samples have at most ``most`` characters of
+    text; ``media`` has the images and videos of a segment by its key. Returns plain values. Of a segment, ``runs`` are
+    ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are ``[text, kind]`` or ``[number of the media]``,
+    ``positions`` the first and last on each axis, and ``slices`` ``[rank, start, stop]`` in the row."""
     batch = pack.batch
-    view = describe(pack, family, seq_length=seq_length)
+    view = describe(pack, family, seq_length=facts["seq_length"])
     tokens = batch.tokens[0].numpy()
     trained = trained_tokens(batch).astype(np.int64)
     positions = batch.position_ids.reshape(-1, batch.total_tokens).numpy()
     boundaries = batch.boundaries.numpy()
-    slices = list(_slices(boundaries, context_parallel)) if context_parallel > 1 else []
+    slices = list(_slices(boundaries, facts["context_parallel"])) if facts["context_parallel"] > 1 else []
     segments = []
     for number, (segment, (start, stop)) in enumerate(
         zip(view["segments"], pairwise(boundaries.tolist()), strict=True)
@@ -412,7 +402,7 @@ def drawn_pack(
         span = slice(start, start + segment["tokens"])
         visual = family.visual_kinds(tokens[span])
         kinds = np.where(visual > 0, visual + 1, trained[span])
-        shown = media(key) if key else ()
+        shown = media.get(key, ()) if key else ()
         entries = [
             {"label": visible(each.label), "name": visible(each.name), "pictures": list(each.pictures)}
             for each in shown

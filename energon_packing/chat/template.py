@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from energon_packing.chat.renderer import TemplateRenderer, common_prefix
+from energon_packing.chat.renderer import TemplateRenderer
 from energon_packing.chat.structures import AnswerSearch, Reading, StopTokens, TemplateReader
 from energon_packing.chat.thinking import OPEN, TrainedSpan, as_shown, without_spans
 from energon_packing.config import EncoderConfig
@@ -276,29 +276,6 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         if placeholder in between:
             texts[kind] = between
     return texts
-
-
-def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
-    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind. It
-    is the difference to the same message without it, wherever the template puts it: between two texts, or before both,
-    as LLaVA's do. Both sides are empty if the template does not take this kind."""
-    texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
-    frames: dict[MediaKind, tuple[str, str]] = {}
-    for kind, placeholder in placeholders.items():
-        frames[kind] = "", ""
-        try:
-            without, shown = (
-                template.renderer.run([{"role": "user", "content": content}], None)[0]
-                for content in (texts, [texts[0], {"type": kind}, texts[1]])
-            )
-        except SampleRejected:
-            continue
-        start = common_prefix(without, shown)
-        end = common_prefix(without[start:][::-1], shown[start:][::-1])
-        before, found, after = shown[start : len(shown) - end].partition(placeholder)
-        if found:
-            frames[kind] = before, after
-    return frames
 
 
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:

@@ -1,5 +1,6 @@
 """A text as tokens, and which tokens hold which characters."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from energon_packing.chat.template import ChatTemplate, RenderedChat, media_frames
+from energon_packing.chat.renderer import common_prefix
+from energon_packing.chat.template import ChatTemplate, RenderedChat
 from energon_packing.chat.thinking import CLOSE, OPEN, TrainedSpan
 from energon_packing.config.encoder import SpecialTokensInText
 from energon_packing.conversation import Conversation, MediaKind, Turn
@@ -357,11 +359,25 @@ class Placeholders:
 
     @cached_property
     def _frames(self) -> dict[MediaKind, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """What may stand directly before and after a placeholder, by kind; a number may be another one."""
+        """What may stand directly before and after a placeholder, by kind; a number may be another one. It is what the
+        template adds to a message with one image or video, which is the difference to the same message without it,
+        wherever the template puts it: between two texts, or before both, as LLaVA's do. Both sides are empty if the
+        template does not take this kind."""
+        texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
         found = {}
-        for kind, sides in media_frames(self._template, self.family.placeholders).items():
-            before, after = (re.sub(r"\d+", r"\\d+", re.escape(side)) for side in sides)
-            found[kind] = re.compile(rf"(?:{before})\Z"), re.compile(after)
+        for kind, placeholder in self.family.placeholders.items():
+            sides = "", ""
+            with contextlib.suppress(SampleRejected):
+                without, shown = (
+                    self._template.renderer.run([{"role": "user", "content": content}], None)[0]
+                    for content in (texts, [texts[0], {"type": kind}, texts[1]])
+                )
+                start = common_prefix(without, shown)
+                end = common_prefix(without[start:][::-1], shown[start:][::-1])
+                before, there, after = shown[start : len(shown) - end].partition(placeholder)
+                sides = (before, after) if there else sides
+            opening, closing = (re.sub(r"\d+", r"\\d+", re.escape(side)) for side in sides)
+            found[kind] = re.compile(rf"(?:{opening})\Z"), re.compile(closing)
         return found
 
     def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:

@@ -1,4 +1,4 @@
-"""Geometry that families share: what an image or video becomes, its frames, tiles and positions.
+"""Geometry that families share: what an image or video becomes, its frames and tiles.
 
 Nothing here is guessed: families call these with their processor's own numbers, and tests compare them with it.
 """
@@ -197,39 +197,3 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
             "encoder.max_pixels (or encoder.video_min_pixels and encoder.video_max_pixels)."
         )
     processor.size = type(size)(shortest_edge=low, longest_edge=high)
-
-
-def rope_positions(
-    input_ids: np.ndarray,
-    visual_ids: frozenset[int],
-    grids: Sequence[tuple[int, int, int, float | np.float32]],
-    merge: int,
-) -> np.ndarray:
-    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width. A text token has the same
-    position on all three axes. A visual token in a run that starts at position ``p`` has ``p + (time, row, column)``,
-    and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a run and its grid differ in
-    their number of tokens, or there are more of one than of the other.
-
-    Args:
-        input_ids: expanded token ids ``[L]``.
-        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, truncated.
-        merge: patches of one token along each spatial axis.
-    """
-    visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
-    result = np.empty((3, len(input_ids)), dtype=np.int64)
-    position, cursor = 0, 0
-    for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
-        result[:, cursor:start] = np.arange(position, position + start - cursor)
-        position += int(start - cursor)
-        rows, columns = h // merge, w // merge
-        if end - start != t * rows * columns:
-            why = f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
-            raise ValueError(why)
-        steps = np.indices((t, rows, columns)).reshape(3, -1)
-        steps[0] = steps[0].astype(type(interval)) * interval
-        result[:, start:end] = steps + position
-        position += max(rows, columns)
-        cursor = int(end)
-    result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
-    return result

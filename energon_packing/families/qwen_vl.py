@@ -257,12 +257,33 @@ class Qwen25VL(VisionFamily):
         return {"pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": grids}
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
+        """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``: time, height and
+        width. A text token has the same position on all three axes. A visual token in a run that starts at position
+        ``p`` has ``p + (time, row, column)``, and the text after the run goes on at ``p + max(rows, columns)``. Raises
+        ValueError: a run and its grid differ in their number of tokens, or there are more of one than of the other."""
         grids = [grid for plan in plans for grid in self._rope_grids(plan)]
-        return geometry.rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
+        visual = np.isin(input_ids, list(self.placeholder_ids.values()))
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
+        result = np.empty((3, len(input_ids)), dtype=np.int64)
+        position, cursor = 0, 0
+        for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
+            result[:, cursor:start] = np.arange(position, position + start - cursor)
+            position += int(start - cursor)
+            rows, columns = h // self.merge, w // self.merge
+            if end - start != t * rows * columns:
+                why = f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
+                raise ValueError(why)
+            steps = np.indices((t, rows, columns)).reshape(3, -1)
+            steps[0] = steps[0].astype(type(interval)) * interval
+            result[:, start:end] = steps + position
+            position += max(rows, columns)
+            cursor = int(end)
+        result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
+        return result
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
-        """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
+        """Returns ``(t, h, w, positions between two time steps)`` in patches for each run of an image or video; the
+        positions of steps are truncated."""
         if plan.kind == "image":
             return [(*plan.grid, 1)]
         seconds = np.float32(plan.seconds_per_grid or 0)  # those of the batch

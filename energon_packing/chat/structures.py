@@ -371,17 +371,15 @@ class TemplateReader:
         marks = Marks(**mode)
         messages, tools = self._renderer.messages(conversation, marks, passing)
         key = repr((messages, tools))
-        found = self._structures.get(key)
+        found = self._structures.pop(key, None)
         if found is None:
             try:
                 found = Structure(messages, tools, self._renderer.run(messages, tools)[0], marks.pieces)
             except SampleRejected as error:
                 found = error
-            self._structures[key] = found
-            if len(self._structures) > KEPT_STRUCTURES:
-                self._structures.popitem(last=False)
-        else:
-            self._structures.move_to_end(key)
+        self._structures[key] = found  # at the end; the one that was used longest ago is dropped
+        if len(self._structures) > KEPT_STRUCTURES:
+            self._structures.popitem(last=False)
         if isinstance(found, SampleRejected):
             raise SampleRejected(found.reason, found.detail)
         return found, marks.pieces

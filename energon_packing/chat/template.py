@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from energon_packing.chat.renderer import TemplateRenderer, common_prefix
+from energon_packing.chat.renderer import TemplateRenderer
 from energon_packing.chat.structures import AnswerSearch, Reading, StopTokens, TemplateReader
 from energon_packing.chat.thinking import OPEN, TrainedSpan, as_shown, without_spans
-from energon_packing.config.encoder import Thinking, ToolDefinitions, TrainLineBreak, TrainOn
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 
@@ -43,27 +43,17 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """A chat template bound to a tokenizer. Raises ConfigError: the tokenizer has no chat template or several, thinking
-    cannot be told from the answer as ``thinking`` asks, or as for `TemplateRenderer`.
+    """A chat template bound to a tokenizer, and the settings of ``config`` for its texts. Raises ConfigError: the
+    tokenizer has no chat template or several, thinking cannot be told from the answer as ``thinking`` asks, or as for
+    `TemplateRenderer`.
 
     Args:
         source: the Jinja text; None takes the tokenizer's own.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
-        date: the day that the template is told, see `TemplateRenderer`.
-
-    The other arguments are settings of `EncoderConfig`."""
+    """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        source: str | None = None,
-        train_on: TrainOn = "assistant",
-        thinking: Thinking = "keep",
-        train_line_break: TrainLineBreak = "as_marked",
-        tool_definitions: ToolDefinitions = "required",
-        stops: Sequence[str] = (),
-        date: str | None = None,
+        self, tokenizer: Any, config: EncoderConfig, *, source: str | None = None, stops: Sequence[str] = ()
     ) -> None:
         source = source if source is not None else tokenizer.chat_template
         if isinstance(source, Mapping):
@@ -74,16 +64,17 @@ class ChatTemplate:
         if not isinstance(source, str) or not source:
             fix = "name a Jinja file with encoder.chat_template, or use a processor that ships one."
             raise ConfigError(f"The processor has no chat template; {fix}")
-        self.source, self.train_on, self.thinking, self.train_line_break = source, train_on, thinking, train_line_break
+        self.source, self.train_on, self.thinking = source, config.train_on, config.thinking
+        self.train_line_break = config.train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
-        self.renderer = TemplateRenderer(source, named, date=date)
-        if thinking in ("mask", "trim_empty") and "" in self.renderer.thinking:  # as one of its marks
+        self.renderer = TemplateRenderer(source, named, date=config.template_date)
+        if self.thinking in ("mask", "trim_empty") and "" in self.renderer.thinking:  # as one of its marks
             raise ConfigError(
-                f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
-                "tells it from the answer; use keep or strip, or another encoder.chat_template."
+                f"encoder.thinking is {self.thinking!r}, but the chat template writes no mark before or after thinking "
+                "that tells it from the answer; use keep or strip, or another encoder.chat_template."
             )
-        self._reader = TemplateReader(self.renderer, tool_definitions)
+        self._reader = TemplateReader(self.renderer, config.tool_definitions)
         known = set(tokenizer.get_added_vocab()) | {str(token) for token in named.values()}
         ends = {*stops, *(token for token in END_OF_TURN if token in known)}
         ends |= {tokenizer.eos_token} - {None}
@@ -207,7 +198,7 @@ class ChatTemplate:
             start = places[answer.first][0] - answer.before
             end = places[answer.last][1] + answer.after
             if self.train_line_break == "always" and not answer.opens:
-                end = _with_line_break(text, end)
+                end += text.startswith("\n", end)
             found.append((answer.turn, [TrainedSpan(start, end + len(answer.added))], answer.added))
         return found
 
@@ -227,7 +218,7 @@ class ChatTemplate:
                 turn = latest if is_answer and latest + 1 not in silent else (later or [latest])[0]
             end = self.stops.after(text, end)
             if self.train_line_break == "always":
-                end = _with_line_break(text, end)
+                end += text.startswith("\n", end)
             elif self.train_line_break == "never":
                 bare = start + len(text[start:end].rstrip())
                 end = bare if text[start:bare].endswith(self.stops.stops) else end
@@ -276,7 +267,8 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         texts[f"{kind}_token"] = texts[kind] = placeholder
         content = [{"type": "text", "text": before}, {"type": kind}, {"type": "text", "text": after}]
         try:
-            own = ChatTemplate(tokenizer, source=source, date="2000-01-01")  # no day changes what is asked for here
+            # No day changes what is asked for here.
+            own = ChatTemplate(tokenizer, EncoderConfig(template_date="2000-01-01"), source=source)
             shown, _ = own.renderer.run([{"role": "user", "content": content}], None)
         except (ConfigError, SampleRejected):
             continue  # no template of its own, or one that does not take this kind
@@ -284,33 +276,6 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         if placeholder in between:
             texts[kind] = between
     return texts
-
-
-def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
-    """Returns what a template adds to a message with one image or video, before and after the placeholder, by kind. It
-    is the difference to the same message without it, wherever the template puts it: between two texts, or before both,
-    as LLaVA's do. Both sides are empty if the template does not take this kind."""
-    texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
-    frames: dict[MediaKind, tuple[str, str]] = {}
-    for kind, placeholder in placeholders.items():
-        frames[kind] = "", ""
-        try:
-            without, shown = (
-                template.renderer.run([{"role": "user", "content": content}], None)[0]
-                for content in (texts, [texts[0], {"type": kind}, texts[1]])
-            )
-        except SampleRejected:
-            continue
-        start = common_prefix(without, shown)
-        end = common_prefix(without[start:][::-1], shown[start:][::-1])
-        before, found, after = shown[start : len(shown) - end].partition(placeholder)
-        if found:
-            frames[kind] = before, after
-    return frames
-
-
-def _with_line_break(text: str, end: int) -> int:
-    return end + 1 if text.startswith("\n", end) else end
 
 
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:

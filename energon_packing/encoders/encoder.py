@@ -63,16 +63,8 @@ class ConversationEncoder(SampleEncoder):
         if config.chat_template is not None:
             shown = media_texts(self.tokenizer, source, self.family.placeholders)
             source = template_source(config.chat_template, self.tokenizer, shown)
-        self.template = ChatTemplate(
-            self.tokenizer,
-            source=source,
-            train_on=config.train_on,
-            thinking=config.thinking,
-            train_line_break=config.train_line_break,
-            tool_definitions=config.tool_definitions,
-            stops=generation_stops(config, self.tokenizer),
-            date=config.template_date,
-        )
+        stops = generation_stops(config, self.tokenizer)
+        self.template = ChatTemplate(self.tokenizer, config, source=source, stops=stops)
         self._placeholders = Placeholders(self.family, self.template)
         self._specials = SpecialTexts(self.tokenizer, config.special_tokens_in_text)
         self._tokens = TextTokenizer(self.tokenizer.backend_tokenizer, self._specials)

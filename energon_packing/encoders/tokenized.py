@@ -1,6 +1,6 @@
 """A text as tokens, and which tokens hold which characters."""
 
-import functools
+import contextlib
 import json
 import os
 import re
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from energon_packing.chat.template import ChatTemplate, RenderedChat, media_frames
+from energon_packing.chat.renderer import common_prefix
+from energon_packing.chat.template import ChatTemplate, RenderedChat
 from energon_packing.chat.thinking import CLOSE, OPEN, TrainedSpan
 from energon_packing.config.encoder import SpecialTokensInText
 from energon_packing.conversation import Conversation, MediaKind, Turn
@@ -135,7 +136,10 @@ class SpecialTexts:
             self._ids[list(pairs)] = list(pairs.values())
             self._copy = TextTokenizer(copy)
             for name in names:
-                self._check(name, special)
+                tokens = (self._copy(held, add_special_tokens=False).ids for held in (self._other[name], name))
+                own, text = (self._ids.take(ids).tolist() for ids in tokens)
+                if own != [special[name]] or not set(text).isdisjoint(special.values()):
+                    raise _no_text(f"its vocabulary holds {name!r} as a word")
 
     def __call__(self, conversation: Conversation) -> Conversation:
         """Returns the conversation as it is to be rendered; the same object if no text has a special token. Raises
@@ -192,12 +196,6 @@ class SpecialTexts:
         tokenized = self._copy(self.exchanged(text), add_special_tokens=add_special_tokens)
         tokenized.ids = self._ids.take(tokenized.ids)
         return tokenized
-
-    def _check(self, name: str, special: Mapping[str, int]) -> None:
-        tokens = (self._copy(held, add_special_tokens=False).ids for held in (self._other[name], name))
-        own, text = (self._ids.take(ids).tolist() for ids in tokens)
-        if own != [special[name]] or not set(text).isdisjoint(special.values()):
-            raise _no_text(f"its vocabulary holds {name!r} as a word")
 
 
 def _no_text(why: str) -> ConfigError:
@@ -359,13 +357,27 @@ class Placeholders:
         self._kinds = [kind for kind, _ in kinds]
         self._pattern = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
 
-    @functools.cached_property
+    @cached_property
     def _frames(self) -> dict[MediaKind, tuple[re.Pattern[str], re.Pattern[str]]]:
-        """What may stand directly before and after a placeholder, by kind; a number may be another one."""
+        """What may stand directly before and after a placeholder, by kind; a number may be another one. It is what the
+        template adds to a message with one image or video, which is the difference to the same message without it,
+        wherever the template puts it: between two texts, or before both, as LLaVA's do. Both sides are empty if the
+        template does not take this kind."""
+        texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
         found = {}
-        for kind, sides in media_frames(self._template, self.family.placeholders).items():
-            before, after = (re.sub(r"\d+", r"\\d+", re.escape(side)) for side in sides)
-            found[kind] = re.compile(rf"(?:{before})\Z"), re.compile(after)
+        for kind, placeholder in self.family.placeholders.items():
+            sides = "", ""
+            with contextlib.suppress(SampleRejected):
+                without, shown = (
+                    self._template.renderer.run([{"role": "user", "content": content}], None)[0]
+                    for content in (texts, [texts[0], {"type": kind}, texts[1]])
+                )
+                start = common_prefix(without, shown)
+                end = common_prefix(without[start:][::-1], shown[start:][::-1])
+                before, there, after = shown[start : len(shown) - end].partition(placeholder)
+                sides = (before, after) if there else sides
+            opening, closing = (re.sub(r"\d+", r"\\d+", re.escape(side)) for side in sides)
+            found[kind] = re.compile(rf"(?:{opening})\Z"), re.compile(closing)
         return found
 
     def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:

@@ -5,8 +5,9 @@ an image or video of a given size costs (`geometry`), which text stands for it (
 (`pixels`) and the positions of its tokens (`positions`).
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +20,9 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.geometry import MediaPlan as MediaPlan
 from energon_packing.families.geometry import require as require
-from energon_packing.families.pixel_forms import RAW, proven
+from energon_packing.families.pixel_forms import RAW
 from energon_packing.thd.fields import TokenField
-from energon_packing.thd.pixels import PixelForm
+from energon_packing.thd.pixels import PixelForm, finish
 
 IMAGE, VIDEO = 1, 2  # Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids``; 0 is text
 IMAGE_SIZES = ("min_pixels", "max_pixels")
@@ -46,6 +47,9 @@ PROCESSOR_SETTINGS: Mapping[str, Literal["size", "pixels", "frames", "tokens", "
 fingerprint has all of them, in this order, and ``processor_settings`` of the family."""
 LATER_SETTINGS = {"initial_shift": "True", "max_duration": "300"}
 """Further ones, of choosing frames: a fingerprint has those of other values, so that older ones, without them, hold."""
+PROBES = ((57, 93), (56, 56), (112, 112), (224, 224), (448, 448))
+"""Height and width of probes; the first two that a family accepts are compared: one of several tiles, and a square."""
+PROBE_FRAMES = 3  # An odd number, so that a time step of two frames is filled
 Inputs = dict[str, torch.Tensor]  # inputs of a model by their Hugging Face argument names
 
 
@@ -158,7 +162,38 @@ class VisionFamily(ABC):
 
     @cached_property
     def _proven(self) -> tuple[Mapping[str, PixelForm], str | None]:
-        return proven(self.placeholders, self.plans, self.pixels, self.byte_forms())
+        """`byte_forms` and None, if on a probe of every kind they make the family's own floats, bit for bit; or no form
+        and the reason why the family keeps floats."""
+        if not (forms := self.byte_forms()):
+            return {}, "its processor does not normalise bytes in one last step that is known here"
+        for kind in self.placeholders:
+            probes = [*itertools.islice(self._probes(kind), 2)]
+            if not probes:
+                return {}, f"it refuses every {kind} that could be compared"
+            for plans, media in probes:
+                try:
+                    made = finish(self.pixels(plans, [media], raw=True), forms)
+                    expected = self.pixels(plans, [media])
+                except Exception as error:  # another release of the processor, or a subclass, may do anything
+                    return {}, f"bytes of a probe ({kind}) fail: {type(error).__name__}: {error}"
+                for name in expected.keys() | made.keys():
+                    ours, theirs = made.get(name), expected.get(name)
+                    if ours is None or theirs is None or ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+                        return {}, f"{name} of bytes is not the processor's"
+        return dict(forms), None
+
+    def _probes(self, kind: MediaKind) -> Iterator[tuple[Sequence[MediaPlan], torch.Tensor]]:
+        """Yields plans and random pixels of images or videos that the family accepts; a video is a list of frames."""
+        frames: dict[str, Any] = {"frames": PROBE_FRAMES, "fps": 2.0, "duration": PROBE_FRAMES / 2}
+        frames["frame_names"] = tuple(map(str, range(PROBE_FRAMES)))
+        for height, width in PROBES:
+            media = Media(kind=kind, name="probe", width=width, height=height, **(frames if kind == "video" else {}))
+            try:
+                plans = self.plans([media])
+            except SampleRejected:
+                continue
+            shape = (*((len(plans[0].frame_indices),) if kind == "video" else ()), 3, height, width)
+            yield plans, torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     @property
     def pixel_forms(self) -> Mapping[str, PixelForm]:

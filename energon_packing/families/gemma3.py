@@ -9,7 +9,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
-from energon_packing.families.pixel_forms import image_forms
+from energon_packing.families.pixel_forms import form_of
 from energon_packing.thd.pixels import PixelForm
 
 SIGLIP_PATCH = 14
@@ -53,15 +53,14 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
-        tiles = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
+        tiles = 1
+        if self.images.do_pan_and_scan:
+            # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
+            blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
+            names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+            limits = (getattr(self.images, f"pan_and_scan_{name}") for name in names)
+            tiles += len(self.images.pan_and_scan_batched(blank, *limits))
         return MediaPlan(kind="image", grid=(tiles, *self._patches), runs=(self.square_tokens,) * tiles, tiles=tiles)
-
-    def _crops(self, height: int, width: int) -> int:
-        # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
-        blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
-        names = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
-        limits = (getattr(self.images, f"pan_and_scan_{name}") for name in names)
-        return len(self.images.pan_and_scan_batched(blank, *limits))
 
     def replacement(self, plan: MediaPlan) -> str:
         """Returns each square between its tokens and line breaks; crops follow the processor's words about them."""
@@ -72,7 +71,7 @@ class Gemma3(VisionFamily):
         return f"Here is the original image {square} and here are some crops to help you see better {crops}"
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        return image_forms(self.images)
+        return form_of(self.images)
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops."""

@@ -1,4 +1,4 @@
-"""Geometry that families share: what an image or video becomes, its frames, tiles and positions.
+"""Geometry that families share: what an image or video becomes, its frames and tiles.
 
 Nothing here is guessed: families call these with their processor's own numbers, and tests compare them with it.
 """
@@ -114,32 +114,34 @@ def sampled_frames(
     return [int(index) for index in processor.sample_frames(clip, **how) if 0 <= int(index) < total]
 
 
-def uniform_frames(
-    processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int | None
+def spread_frames(
+    media: Media,
+    config: EncoderConfig,
+    processor: Any,
+    *,
+    rate: float | None,
+    fewest: int,
+    most: int | None,
+    listed: int | None = None,
 ) -> tuple[int, ...]:
-    """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them: at
-    least one and at most ``min(most, total)``, of all frames if ``most`` is None.
+    """Returns the indices of the frames of a video, as the video processor itself spreads them, ascending and distinct,
+    shown at their times (`shown_frames`): at least one and at most ``most``, or all frames if that is None. Of a list
+    of images at most ``listed`` (`chosen_frames`).
 
     Args:
-        processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
-        total: frames of the clip, at least 1.
-        fps: frames per second of the clip; processors compute with the nearest float.
+        processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``; processors compute with
+            the float nearest to the clip's frames per second.
         rate: frames per second to sample; None samples ``most`` frames of every clip.
         fewest: minimum frames of a clip under ``rate``, if it has that many.
     """
+    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
     wanted = most or total if rate is None else int(total / float(fps) * rate)
     wanted = max(1, min(max(wanted, fewest), most or total, total))
-    return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
+    def spread() -> tuple[int, ...]:
+        return tuple(sorted(set(sampled_frames(processor, total, fps, num_frames=wanted))))[:wanted]
 
-def spread_frames(
-    media: Media, config: EncoderConfig, processor: Any, *, listed: int | None = None, **how: Any
-) -> tuple[int, ...]:
-    """Returns the frames of a video: its `uniform_frames` in a ``processor``, shown at their times (`shown_frames`), or
-    of a list of images at most ``listed`` (`chosen_frames`)."""
-    total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
-    chosen = chosen_frames(media, config, lambda: uniform_frames(processor, total, fps, **how), most=listed)
-    return shown_frames(media, config, chosen)[0]
+    return shown_frames(media, config, chosen_frames(media, config, spread, most=listed))[0]
 
 
 MOST_TILES = 4096
@@ -195,39 +197,3 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
             "encoder.max_pixels (or encoder.video_min_pixels and encoder.video_max_pixels)."
         )
     processor.size = type(size)(shortest_edge=low, longest_edge=high)
-
-
-def rope_positions(
-    input_ids: np.ndarray,
-    visual_ids: frozenset[int],
-    grids: Sequence[tuple[int, int, int, float | np.float32]],
-    merge: int,
-) -> np.ndarray:
-    """Returns the three-axis positions of a sample, int64 ``[3, L]``: time, height, width. A text token has the same
-    position on all three axes. A visual token in a run that starts at position ``p`` has ``p + (time, row, column)``,
-    and the text after the run continues at ``p + max(rows, columns)``. Raises ValueError: a run and its grid differ in
-    their number of tokens, or there are more of one than of the other.
-
-    Args:
-        input_ids: expanded token ids ``[L]``.
-        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart, truncated.
-        merge: patches of one token along each spatial axis.
-    """
-    visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
-    result = np.empty((3, len(input_ids)), dtype=np.int64)
-    position, cursor = 0, 0
-    for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
-        result[:, cursor:start] = np.arange(position, position + start - cursor)
-        position += int(start - cursor)
-        rows, columns = h // merge, w // merge
-        if end - start != t * rows * columns:
-            why = f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
-            raise ValueError(why)
-        steps = np.indices((t, rows, columns)).reshape(3, -1)
-        steps[0] = steps[0].astype(type(interval)) * interval
-        result[:, start:end] = steps + position
-        position += max(rows, columns)
-        cursor = int(end)
-    result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
-    return result

@@ -28,12 +28,9 @@ class Glm4v(TimeSteps):
         super().__init__(processor, config)
         self._start, self._end = "<|begin_of_image|>", "<|end_of_image|>"
         clip = "<|begin_of_video|>", "<|end_of_video|>"
-        for token in (self._start, self._end):
-            self.check_token(token)
-        self._clip_ids = tuple(self.check_token(token) for token in clip)
-        image_id = self.check_token(self.image_token)
-        self.placeholder_ids = {"image": image_id, "video": image_id}
         self.reserved = (self.image_token, self.video_token, self._start, self._end, *clip)
+        image_id, _, _, _, *self._clip_ids = map(self.check_token, self.reserved)
+        self.placeholder_ids = {"image": image_id, "video": image_id}
 
     def _grid(self, processor: Any, frames: int, height: int, width: int) -> tuple[int, int]:
         from transformers.models.glm4v.image_processing_glm4v import smart_resize

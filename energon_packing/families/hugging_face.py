@@ -115,8 +115,7 @@ class HuggingFace(VisionFamily):
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the form that the image processor's settings suggest; whether it is right shows in a comparison."""
-        form = form_of(self.images, self._layout)
-        return {} if form is None else {"pixel_values": form}
+        return form_of(self.images, self._layout)
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns everything but text that the processor makes, in one call with all images of the sample."""

@@ -11,7 +11,7 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import IMAGE_SIZES, Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.geometry import MOST_TILES, VIDEO_FRAMES, check_tiles, spread_frames
-from energon_packing.families.pixel_forms import image_forms, resized
+from energon_packing.families.pixel_forms import form_of, resized
 from energon_packing.media.decoding_process import empty_result
 from energon_packing.thd.pixels import PixelForm
 
@@ -34,21 +34,19 @@ class InternVL(VisionFamily):
         self.image_token: str = processor.image_token
         self._start: str = processor.start_image_token
         self._end: str = processor.end_image_token
-        image_id = self.check_token(self.image_token)
         # The chat template of Qianfan-VL writes another token; the model sees the one that replaces it.
         image = str(getattr(processor, "image_placeholder_token", self.image_token))
         self.placeholders: dict[MediaKind, str] = {"image": image}
-        self.placeholder_ids = {"image": image_id}
         self.tile_tokens: int = processor.image_seq_length
         if self.videos is not None:
             self.placeholders["video"] = processor.video_token
-            self.placeholder_ids["video"] = image_id
             if self.videos.size != self.images.size:
                 raise ConfigError(
                     f"The processor resizes images to {dict(self.images.size)} and frames to {dict(self.videos.size)}; "
                     "the vision encoder takes one size: set both in preprocessor_config.json and "
                     "video_preprocessor_config.json."
                 )
+        self.placeholder_ids = dict.fromkeys(self.placeholders, self.check_token(self.image_token))
         self.reserved = (self.image_token, self._start, self._end, *self.placeholders.values())
         area = self.images.size["height"] * self.images.size["width"]
         self.most_pixels = MOST_TILES * area
@@ -75,17 +73,17 @@ class InternVL(VisionFamily):
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """The tiles of an image as its processor counts them, or the sampled frames of a video, one tile each."""
+        shown: tuple[int, ...] = ()
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
-            return self._tiled("image", tiles, (tiles * self.tile_tokens,))
-        wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
-        shown = spread_frames(media, self.config, self.videos, **wanted)
-        return self._tiled("video", len(shown), (self.tile_tokens,) * len(shown), shown)
-
-    def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:
+            runs: tuple[int, ...] = (tiles * self.tile_tokens,)
+        else:
+            wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
+            shown = spread_frames(media, self.config, self.videos, **wanted)
+            tiles, runs = len(shown), (self.tile_tokens,) * len(shown)
         # Patches are merged two by two (the model's downsample_ratio is 0.5), and a tile is square.
         side = 2 * math.isqrt(self.tile_tokens)
-        return MediaPlan(kind=kind, grid=(tiles, side, side), runs=runs, frame_indices=indices, tiles=tiles)
+        return MediaPlan(kind=media.kind, grid=(tiles, side, side), runs=runs, frame_indices=shown, tiles=tiles)
 
     def replacement(self, plan: MediaPlan) -> str:
         """Returns the placeholder between its start and end tokens; for a video once per frame, after its number."""
@@ -95,8 +93,8 @@ class InternVL(VisionFamily):
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        forms = image_forms(self.images)
-        return {} if self.videos is not None and image_forms(self.videos) != forms else forms
+        forms = form_of(self.images)
+        return {} if self.videos is not None and form_of(self.videos) != forms else forms
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
@@ -118,9 +116,12 @@ class InternVL(VisionFamily):
         ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5) stack images before they resize them
         and tiles after it, plane by plane. Here the processor's own function resizes rows of pixels, and each tile is
         copied to its place."""
+        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
         height, width = int(self.images.size["height"]), int(self.images.size["width"])
-        grids = [
-            self._grid(image, height, width) if plan.kind == "image" else (len(image), 1)
+        how = (height, width), self.images.min_patches, self.images.max_patches
+        grids = [  # columns and rows
+            get_optimal_tiled_canvas(tuple(image.shape[-2:]), *how) if plan.kind == "image" else (len(image), 1)
             for plan, image in zip(plans, media, strict=True)
         ]
         counts = [
@@ -140,14 +141,6 @@ class InternVL(VisionFamily):
             if rows * columns > 1:  # a thumbnail follows
                 place[-1] = resized(self.images, image, height, width)
         return made
-
-    def _grid(self, image: torch.Tensor, height: int, width: int) -> tuple[int, int]:
-        """Returns the columns and rows of tiles of that size that an image ``[3, H, W]`` becomes."""
-        from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
-
-        limits = self.images.min_patches, self.images.max_patches
-        columns, rows = get_optimal_tiled_canvas(tuple(map(int, image.shape[-2:])), (height, width), *limits)
-        return columns, rows
 
 
 class QianfanVL(InternVL):

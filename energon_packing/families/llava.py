@@ -12,7 +12,7 @@ from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
 from energon_packing.families.geometry import check_pinpoints, spread_frames
-from energon_packing.families.pixel_forms import RAW, form_of, image_forms
+from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 32  # Frames of a video if the video processor has no ``num_frames``; the published number
@@ -29,13 +29,7 @@ class Llava(VisionFamily):
         super().__init__(processor, config)
         self.image_token: str = processor.image_token
         self.stand_for_media({"image": self.image_token})
-        self.tile = self._tile_size()
-        """Height and width of what the vision encoder sees, in pixels."""
-        self.tile_grid = self._tile_grid()
-        """The same in patches."""
-
-    def _tile_size(self) -> tuple[int, int]:
-        """Returns the one size to which the image processor resizes two small images of different shapes."""
+        # The one size to which the image processor resizes two small images of different shapes.
         made = [
             self.images(images=[torch.zeros(3, *size, dtype=torch.uint8)], return_tensors="pt")["pixel_values"]
             for size in ((16, 24), (24, 16))
@@ -46,7 +40,10 @@ class Llava(VisionFamily):
                 f"The image processor makes images of different sizes ({first}, {second}), which cannot share a "
                 "tensor; set do_center_crop and crop_size in preprocessor_config.json."
             )
-        return int(first[0]), int(first[1])
+        self.tile: tuple[int, int] = first
+        """Height and width of what the vision encoder sees, in pixels."""
+        self.tile_grid = self._tile_grid()
+        """The same in patches."""
 
     def _tile_grid(self) -> tuple[int, int]:
         patch = self._setting("patch_size")
@@ -83,7 +80,7 @@ class Llava(VisionFamily):
         return self.image_token
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        return image_forms(self.images)
+        return form_of(self.images)
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
@@ -202,8 +199,8 @@ class LlavaOneVision(LlavaNext):
         forms = super().byte_forms()
         if not forms or self.videos is None:
             return forms
-        frames = form_of(self.videos, "images")
-        return {} if frames is None else {**forms, "pixel_values_videos": frames}
+        frames = form_of(self.videos, name="pixel_values_videos")
+        return forms | frames if frames else {}
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``. With images

@@ -11,7 +11,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import Inputs, MediaPlan, VisionFamily, ask
-from energon_packing.families.pixel_forms import image_forms
+from energon_packing.families.pixel_forms import form_of
 from energon_packing.thd.pixels import PixelForm
 
 
@@ -71,7 +71,7 @@ class Pixtral(VisionFamily):
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the form of images; their padding is 0 after normalisation and is found by ``image_sizes``."""
-        return image_forms(self.images, sizes="image_sizes")
+        return form_of(self.images, sizes="image_sizes")
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` ``[images, 3, H, W]``, or ``[bytes]`` if ``raw``, and ``image_sizes`` ``[images,

@@ -4,7 +4,7 @@ Qwen3-VL and Qwen3.5: 32-pixel tokens, and a video as one run per time step, eac
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
@@ -25,48 +25,27 @@ from energon_packing.thd.pixels import PixelForm
 DEFAULT_VIDEO_FPS = 2.0
 
 
-class QwenPatches:
-    """Makes the patches and grids of an image processor, or of a video processor: bytes here, floats by the processor.
-    Its limits are set already, and it takes what ``kind`` says (``image`` or ``video``); ``grid`` returns patches
-    ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame. ``Qwen2VLImageProcessor`` and the video
-    processors like it (transformers 5) copy pixels about seven times on the way to the patches, most of them as 32-bit
-    floats. Here an image or frame is resized by the processor's own function, and its bytes are sorted into patches, to
-    their final place. `VisionFamily.pixel_forms` compares both."""
-
-    def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
-        self._processor, self._kind, self._grid = processor, kind, grid
-        self._pixels, self._grids = "pixel_values" if kind == "image" else "pixel_values_videos", f"{kind}_grid_thw"
-        # The processor repeats an image along the temporal axis; its bytes are carried once.
-        repeat = (getattr(processor, "temporal_patch_size", None) or 1) if kind == "image" else 1
-        self.form = form_of(processor, "patches", repeat=repeat)
-
-    def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``, as bytes in ``form`` if ``raw``,
-        and ``image_grid_thw`` or ``video_grid_thw`` int64 ``[media, 3]``. ``media`` are uint8 ``[3, H, W]`` images, or
-        ``[frames, 3, H, W]`` videos."""
-        if raw:
-            return self._make(media)
-        named = {"videos": list(media), "do_sample_frames": False} if self._kind == "video" else {"images": list(media)}
-        made = ask(self._processor, False, **named)
-        return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
-
-    def _make(self, media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        patch, merge = self._processor.patch_size, self._processor.merge_size
-        step = self._processor.temporal_patch_size if self._kind == "video" else 1
-        clips = [each if self._kind == "video" else each[None] for each in media]
-        grids = [(-(-len(clip) // step), *self._grid(len(clip), *clip.shape[-2:])) for clip in clips]
-        counts = [steps * rows * columns for steps, rows, columns in grids]
-        pixels = empty_result((sum(counts), 3, step, patch * patch), torch.uint8)
-        for clip, (steps, rows, columns), place in zip(clips, grids, pixels.split(counts), strict=True):
-            for at in range(steps * step):
-                frame = clip[min(at, len(clip) - 1)]  # a short last time step repeats its last frame
-                whole = resized(self._processor, frame, rows * patch, columns * patch)
-                # The patches of one merged token are adjacent.
-                blocks = whole.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-                ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)
-                first = at // step * rows * columns
-                place[first : first + rows * columns, :, at % step].view(ordered.shape).copy_(ordered)
-        return {self._pixels: pixels.view(len(pixels), -1), self._grids: torch.tensor(grids, dtype=torch.int64)}
+def _patches(
+    processor: Any, clips: Sequence[torch.Tensor], grids: Sequence[tuple[int, int, int]], step: int
+) -> torch.Tensor:
+    """Makes the patches ``[patches, values]`` of images or videos, uint8 ``[frames, 3, H, W]``, with these ``grids``
+    and ``step`` frames to a patch; an image is one frame. ``Qwen2VLImageProcessor`` and the video processors like it
+    (transformers 5) copy pixels about seven times on the way to the patches, most of them as 32-bit floats. Here an
+    image or frame is resized by the processor's own function, and its bytes are sorted into patches, to their final
+    place. `VisionFamily.pixel_forms` compares both."""
+    patch, merge = processor.patch_size, processor.merge_size
+    counts = [steps * rows * columns for steps, rows, columns in grids]
+    pixels = empty_result((sum(counts), 3, step, patch * patch), torch.uint8)
+    for clip, (steps, rows, columns), place in zip(clips, grids, pixels.split(counts), strict=True):
+        for at in range(steps * step):
+            frame = clip[min(at, len(clip) - 1)]  # a short last time step repeats its last frame
+            whole = resized(processor, frame, rows * patch, columns * patch)
+            # The patches of one merged token are adjacent.
+            blocks = whole.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
+            ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)
+            first = at // step * rows * columns
+            place[first : first + rows * columns, :, at % step].view(ordered.shape).copy_(ordered)
+    return pixels.view(len(pixels), -1)
 
 
 @functools.cache
@@ -116,8 +95,6 @@ class Qwen25VL(VisionFamily):
             if number is not None:
                 setattr(self.videos, name, number)
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None) or DEFAULT_VIDEO_FPS
-        self._image_patches = QwenPatches(self.images, "image", lambda _, *size: self._image_grid(*size))
-        self._video_patches = QwenPatches(self.videos, "video", self._video_grid)
 
     def geometry(self, media: Media, height: int, width: int) -> MediaPlan:
         """Returns the patches after the processor's own resizing, merged two by two into tokens. Raises SampleRejected:
@@ -242,8 +219,11 @@ class Qwen25VL(VisionFamily):
         return resized(self.images, image, *self.image_size(plan))
 
     def byte_forms(self) -> dict[str, PixelForm]:
-        images, videos = self._image_patches.form, self._video_patches.form
-        return {} if images is None or videos is None else {"pixel_values": images, "pixel_values_videos": videos}
+        # The processor repeats an image along the temporal axis; its bytes are carried once.
+        repeat = getattr(self.images, "temporal_patch_size", None) or 1
+        images = form_of(self.images, "patches", repeat=repeat)
+        videos = form_of(self.videos, "patches", "pixel_values_videos")
+        return images | videos if images and videos else {}
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False) -> Inputs:
         """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),
@@ -251,23 +231,59 @@ class Qwen25VL(VisionFamily):
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         clips = [plan for plan in plans if plan.kind == "video"]
-        result = self._image_patches(images, raw=raw) if images else {}
+        result = self._patches_of_images(images, raw) if images else {}
         if clips:
             result |= self._patches_of_videos(clips, videos, raw)
         if clips and self.takes_seconds:
             result["second_per_grid_ts"] = torch.tensor([plan.seconds_per_grid or 0.0 for plan in clips]).float()
         return result
 
+    def _patches_of_images(self, images: Sequence[torch.Tensor], raw: bool) -> Inputs:
+        if raw:
+            grids = [(1, *self._image_grid(*image.shape[-2:])) for image in images]
+            pixels = _patches(self.images, [image[None] for image in images], grids, 1)
+            return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+        made = ask(self.images, False, images=list(images))
+        return {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"].to(torch.int64)}
+
     def _patches_of_videos(self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool) -> Inputs:
-        return self._video_patches(videos, raw=raw)
+        if raw:
+            step = self.videos.temporal_patch_size
+            grids = [(-(-len(clip) // step), *self._video_grid(len(clip), *clip.shape[-2:])) for clip in videos]
+            pixels = _patches(self.videos, videos, grids, step)
+            return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor(grids)}
+        made = ask(self.videos, False, videos=list(videos), do_sample_frames=False)
+        grids = made["video_grid_thw"].to(torch.int64)
+        return {"pixel_values_videos": made["pixel_values_videos"], "video_grid_thw": grids}
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
+        """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``: time, height and
+        width. A text token has the same position on all three axes. A visual token in a run that starts at position
+        ``p`` has ``p + (time, row, column)``, and the text after the run goes on at ``p + max(rows, columns)``. Raises
+        ValueError: a run and its grid differ in their number of tokens, or there are more of one than of the other."""
         grids = [grid for plan in plans for grid in self._rope_grids(plan)]
-        return geometry.rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
+        visual = np.isin(input_ids, list(self.placeholder_ids.values()))
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
+        result = np.empty((3, len(input_ids)), dtype=np.int64)
+        position, cursor = 0, 0
+        for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
+            result[:, cursor:start] = np.arange(position, position + start - cursor)
+            position += int(start - cursor)
+            rows, columns = h // self.merge, w // self.merge
+            if end - start != t * rows * columns:
+                why = f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
+                raise ValueError(why)
+            steps = np.indices((t, rows, columns)).reshape(3, -1)
+            steps[0] = steps[0].astype(type(interval)) * interval
+            result[:, start:end] = steps + position
+            position += max(rows, columns)
+            cursor = int(end)
+        result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
+        return result
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, float | np.float32]]:
-        """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
+        """Returns ``(t, h, w, positions between two time steps)`` in patches for each run of an image or video; the
+        positions of steps are truncated."""
         if plan.kind == "image":
             return [(*plan.grid, 1)]
         seconds = np.float32(plan.seconds_per_grid or 0)  # those of the batch

@@ -9,7 +9,7 @@ import functools
 import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from megatron.energon import stateless
 from PIL import Image
 
-from energon_packing.config import EncoderConfig, RunConfig
+from energon_packing.config import RunConfig
 from energon_packing.conversation import Media, PairCounts
+from energon_packing.encoders.decoding import MediaToDecode, decode_media
 from energon_packing.encoders.sample_encoder import Measured
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder
@@ -30,8 +31,6 @@ from energon_packing.executors.work import Progress
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.geometry import MediaPlan
 from energon_packing.ledger import without_ledger
-from energon_packing.media.image import decode_image
-from energon_packing.media.video import decode_frame_files, decode_frames
 from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.explain import explanation
 from energon_packing.offline.index import pair_counts
@@ -329,24 +328,21 @@ class WatchedTaskEncoder(PackingTaskEncoder):
     def _shown(self, media: Media, plan: MediaPlan, read: Callable[[str], bytes]) -> ShownMedia:
         frames = f", {len(plan.frame_indices)} of {media.frames} frames" if media.kind == "video" else ""
         label = f"{media.kind} {media.width}x{media.height}{frames}, {plan.tokens} tokens"
-        pixels = _frames(media, plan, read, self.encoder.config) if self.pictures_left > 0 else ()
+        pixels = _frames(media, plan, read, self.encoder) if self.pictures_left > 0 else ()
         pictures = tuple(map(picture, pixels))
         self.pictures_left -= sum(map(len, pictures))
         return ShownMedia(name=media.name, label=label, tokens=plan.tokens, pictures=pictures)
 
 
-def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], config: EncoderConfig) -> torch.Tensor:
+def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], encoder: Any) -> torch.Tensor:
     """uint8 ``[N, 3, H, W]``: the image, or some frames of the video."""
-    max_pixels, on_white = config.max_source_pixels, config.transparency == "white"
-    if media.kind == "image":
-        return decode_image(read(media.name), max_pixels=max_pixels, on_white=on_white)[None]
     last = len(plan.frame_indices) - 1
-    places = sorted({round(part * last / (FRAMES - 1)) for part in range(FRAMES)}) if last >= 0 else ()
-    indices = [plan.frame_indices[place] for place in places]
-    if media.frame_names:
-        names = [media.frame_names[index] for index in indices]
-        return decode_frame_files(read, names, max_pixels=max_pixels, on_white=on_white)
-    return decode_frames(read(media.name), sorted(set(indices)), max_pixels=max_pixels)
+    shown = {plan.frame_indices[round(part * last / (FRAMES - 1))] for part in range(FRAMES)} if last >= 0 else ()
+    part = MediaToDecode(media=(media,), plans=(replace(plan, frame_indices=tuple(sorted(shown))),))
+    # At the size of the file, however long that takes: the sample itself was decoded within its limits.
+    own = replace(encoder.config, jpeg_scaled_decoding=None, decode_seconds=None)
+    (pixels,) = decode_media(part, read, own, encoder.family)
+    return pixels if media.kind == "video" else pixels[None]
 
 
 def picture(pixels: torch.Tensor) -> str:
@@ -364,50 +360,40 @@ def drawn_packs(
     """The packs as values that a page draws, and the facts of the run: what `preview_page` takes. Raises `UserError`:
     the data cannot be read, or no pack has the key."""
     encoder: Any = build_task_encoder(without_ledger(config), WatchedTaskEncoder)
+    facts: dict[str, Any] = {"path": config.data.path, "seq_length": config.packing.seq_length}
+    facts |= {"multiple": config.parallel.multiple, "context_parallel": config.parallel.most_context_parallel}
     drawn: list[dict[str, Any]] = []
     most = 0
     progress("packs", 0, wanted.packs)
     for pack, sources in wanted_packs(config, encoder, wanted, progress, tell):
         # Of the first pack's samples follows how many the page will have.
         most = most or min(LONGEST, max(SHORTEST, TEXT // max(pack.batch.num_samples * wanted.packs, 1)))
-        drawn.append(
-            drawn_pack(
-                pack,
-                encoder.encoder.family,
-                seq_length=config.packing.seq_length,
-                context_parallel=config.parallel.most_context_parallel,
-                media=lambda key: encoder.shown.get(key, ()),
-                sources=sources,
-                most=most,
-            )
-        )
+        family = encoder.encoder.family
+        drawn.append(drawn_pack(pack, family, facts, media=encoder.shown, sources=sources, most=most))
         progress("packs", len(drawn), wanted.packs)
-    facts: dict[str, Any] = {"path": config.data.path, "seq_length": config.packing.seq_length}
-    facts |= {"multiple": config.parallel.multiple, "context_parallel": config.parallel.most_context_parallel}
     return drawn, facts
 
 
 def drawn_pack(
     pack: Pack,
     family: VisionFamily,
+    facts: Mapping[str, Any],
     *,
-    seq_length: int,
-    context_parallel: int = 1,
-    media: Callable[[str], Sequence[ShownMedia]] = lambda _: (),
-    sources: Sequence[str] = (),
+    media: Mapping[str, Sequence[ShownMedia]],
+    sources: Sequence[str],
     most: int = 4000,
 ) -> dict[str, Any]:
-    """Describes one pack for a page, whose samples have at most ``most`` characters of text; ``media`` gives the images
-    and videos of a segment by its key. Returns plain values. Of a segment, ``runs`` are ``[kind, tokens]`` of its real
-    tokens (see `KINDS`), ``pieces`` are ``[text, kind]`` or ``[number of the media]``, ``positions`` the first and last
-    on each axis, and ``slices`` ``[rank, start, stop]`` in the row."""
+    """Describes one pack of a run with these ``facts`` for a page, whose samples have at most ``most`` characters of
+    text; ``media`` has the images and videos of a segment by its key. Returns plain values. Of a segment, ``runs`` are
+    ``[kind, tokens]`` of its real tokens (see `KINDS`), ``pieces`` are ``[text, kind]`` or ``[number of the media]``,
+    ``positions`` the first and last on each axis, and ``slices`` ``[rank, start, stop]`` in the row."""
     batch = pack.batch
-    view = describe(pack, family, seq_length=seq_length)
+    view = describe(pack, family, seq_length=facts["seq_length"])
     tokens = batch.tokens[0].numpy()
     trained = trained_tokens(batch).astype(np.int64)
     positions = batch.position_ids.reshape(-1, batch.total_tokens).numpy()
     boundaries = batch.boundaries.numpy()
-    slices = list(_slices(boundaries, context_parallel)) if context_parallel > 1 else []
+    slices = list(_slices(boundaries, facts["context_parallel"])) if facts["context_parallel"] > 1 else []
     segments = []
     for number, (segment, (start, stop)) in enumerate(
         zip(view["segments"], pairwise(boundaries.tolist()), strict=True)
@@ -416,7 +402,7 @@ def drawn_pack(
         span = slice(start, start + segment["tokens"])
         visual = family.visual_kinds(tokens[span])
         kinds = np.where(visual > 0, visual + 1, trained[span])
-        shown = media(key) if key else ()
+        shown = media.get(key, ()) if key else ()
         entries = [
             {"label": visible(each.label), "name": visible(each.name), "pictures": list(each.pictures)}
             for each in shown

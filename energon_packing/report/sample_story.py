@@ -27,15 +27,7 @@ from energon_packing.offline.explain import explanation
 from energon_packing.offline.index import Index
 from energon_packing.offline.packed import DROPS_FILE, Packed, shard_path
 from energon_packing.offline.plan import Plan, read_drops
-from energon_packing.offline.source import (
-    IndexedMedia,
-    Position,
-    PositionedMedia,
-    ShardIndex,
-    SourcePart,
-    TarFiles,
-    source_parts,
-)
+from energon_packing.offline.source import IndexedMedia, PositionedMedia, ShardIndex, SourcePart, TarFiles, source_parts
 from energon_packing.sample_kind import KINDS
 
 WARNINGS_FILE = "warnings.jsonl"
@@ -66,12 +58,12 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     events = list(_conversion(source, Path(path)))
     encoder = functools.cache(lambda: build_task_encoder(run))
     places = _places(source, path, run.data.split)
-    for split, part, shard, at in places:
-        text = f"{part.root}/{shard}, split {split}: {at.size:,} bytes at {at.offset:,}"
+    for split, part, shard, offset, size in places:
+        text = f"{part.root}/{shard}, split {split}: {size:,} bytes at {offset:,}"
         other = Event("source", "dropped", f"{text}; this run reads split {run.data.split}", "data.split")
         events.append(Event("source", "ok", text) if split == run.data.split else other)
         if split == places[0][0]:
-            record = TarFiles().read(Path(part.root) / shard, at.offset, at.size)
+            record = TarFiles().read(Path(part.root) / shard, offset, size)
             events += _measured(key, record, part, run, encoder)
     if not places and not any(event.outcome == "rejected" for event in events):
         stored = key_of_id(key)
@@ -141,8 +133,8 @@ def _conversion(key: str, directory: Path) -> Iterator[Event]:
                 yield Event("convert", outcome, f"{entry.get('source')}, record {entry.get('record')}: {told}")
 
 
-def _places(key: str, path: str, own: str) -> list[tuple[str, SourcePart, str, Position]]:
-    """Split, part, shard and position of each record of a key: of the run's `own` split first, then what others add."""
+def _places(key: str, path: str, own: str) -> list[tuple[str, SourcePart, str, int, int]]:
+    """Split, part, shard, offset and size of a key's records: those of the run's `own` split, then what others add."""
     parts: list[tuple[str, SourcePart]] = []
     problem: UserError | None = None
     for split in dict.fromkeys((own, *SPLITS)):
@@ -154,7 +146,7 @@ def _places(key: str, path: str, own: str) -> list[tuple[str, SourcePart, str, P
         raise problem
     first: dict[Any, str] = {}
     return [
-        (split, part, index.shards[at.shard], at)
+        (split, part, index.shards[at.shard], at.offset, at.size)
         for split, part in parts
         for index in [ShardIndex(Path(part.root))]
         if (at := index.position(f"{key}.json")) is not None

@@ -262,12 +262,9 @@ class RunView:
         ours = self.dataset_kind == "packed_energon" and self.enable_offline_packing
         auto = "between" if self.noncausal or self.family.startswith(BOTH_WAYS) else AUTO_PADDING
         real = ours and (auto if self.padding == "auto" else self.padding) == "real"
-        return self.reaches_the_step_packed and (self.scheduled or (self.multiple > 1 and not real))
-
-    @property
-    def scheduled(self) -> bool:
-        """Whether Megatron-Core's scheduler hands rows on, which tells kernels that padding is between samples."""
-        return self.dynamic_context_parallel or (self.source == "argument" and bool(self.sequence_packing_scheduler))
+        # Where Megatron-Core's scheduler hands rows on, it tells kernels that padding is between samples.
+        scheduled = self.dynamic_context_parallel or (self.source == "argument" and self.sequence_packing_scheduler)
+        return self.reaches_the_step_packed and (bool(scheduled) or (self.multiple > 1 and not real))
 
     @property
     def ranks_of_a_row(self) -> int:

@@ -177,36 +177,33 @@ class ClipPlan:
     latent_shape: tuple[int, int, int]
 
 
-def plan_clip(
-    frames: int,
-    fps: float,
-    width: int,
-    height: int,
-    *,
-    config: TextToVideoConfig,
-    temporal_stride: int,
-    spatial_stride: int,
-    points: tuple[float, ...] = (),
-) -> ClipPlan:
-    """Returns the plan of a clip of ``frames`` frames (at ``points``) of ``width`` x ``height`` pixels as displayed.
+def plan_clip(video: Media, config: TextToVideoConfig, model: LatentEncoder) -> ClipPlan:
+    """Returns the plan of a clip, or of an image, which is a clip of one frame; all sizes are known, see `TextToVideo`.
     Raises SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch; ConfigError:
     ``frame_size`` does not divide into patches."""
     patch_frames, patch_height, patch_width = config.patch
+    sizes: Any = (video.frames, video.fps, video.width, video.height)
+    if video.kind == "image":
+        sizes = (1, config.fps or 1.0, *sizes[2:])
+    frames, fps, width, height = sizes
     wanted = fps if config.fps is None else config.fps
     # Frames at the requested rate inside the clip; the tolerance is for rates like 30000/1001.
     available = max(1, math.floor(frames * wanted / fps + 1e-9))
-    latents = (1 + (min(available, config.max_frames) - 1) // temporal_stride) // patch_frames * patch_frames
+    latents = (1 + (min(available, config.max_frames) - 1) // model.temporal_stride) // patch_frames * patch_frames
     if latents == 0:
         detail = f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
         raise SampleRejected("too_short", detail)
-    count = 1 + (latents - 1) * temporal_stride
+    count = 1 + (latents - 1) * model.temporal_stride
     steps = np.arange(count, dtype=np.float64)
     if config.longer == "spread" and count > 1:
         steps = np.floor(steps * (available - 1) / (count - 1))
     else:
         steps += (available - count) // 2
-    indices = frames_at(points, steps / wanted) if points else np.floor(steps * (fps / wanted) + 1e-9).astype(np.int64)
-    multiples = (spatial_stride * patch_height, spatial_stride * patch_width)
+    if config.fps is not None and video.time_points:  # else all frames are taken
+        indices = frames_at(video.time_points, steps / wanted)
+    else:
+        indices = np.floor(steps * (fps / wanted) + 1e-9).astype(np.int64)
+    multiples = (model.spatial_stride * patch_height, model.spatial_stride * patch_width)
     if config.frame_size is None:
         new_height, new_width = resized(width, height, max_pixels=config.max_pixels, multiples=multiples)
     elif any(side % multiple for side, multiple in zip(config.frame_size, multiples, strict=True)):
@@ -217,7 +214,7 @@ def plan_clip(
         frame_indices=np.minimum(indices, frames - 1),
         height=new_height,
         width=new_width,
-        latent_shape=(latents, new_height // spatial_stride, new_width // spatial_stride),
+        latent_shape=(latents, new_height // model.spatial_stride, new_width // model.spatial_stride),
     )
 
 
@@ -357,16 +354,7 @@ class TextToVideoEncoder:
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:
             raise ConfigError("The data has videos without latents; name their VAE in encoder.vae, or store latents.")
-        sizes: Any = (video.frames, video.fps, video.width, video.height)  # all known, see `TextToVideo`
-        if video.kind == "image":
-            sizes = (1, self.config.fps or 1.0, *sizes[2:])
-        return plan_clip(
-            *sizes,
-            config=self.config,
-            temporal_stride=self.latent_encoder.temporal_stride,
-            spatial_stride=self.latent_encoder.spatial_stride,
-            points=() if self.config.fps is None else video.time_points,  # else all frames are taken
-        )
+        return plan_clip(video, self.config, self.latent_encoder)
 
     def _other_frames(self, video: Media, plan: ClipPlan) -> tuple[tuple[str, str], ...]:
         count, different = len(plan.frame_indices), len(set(plan.frame_indices.tolist()))

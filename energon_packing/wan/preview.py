@@ -21,25 +21,24 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
     before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row), ``patches`` and their ``grid``,
     ``padding`` up to the next clip, the same of its text, and ``weight``, the sum of the loss mask."""
     batch = pack.batch
-    clips: list[dict[str, Any]] = []
-    start = text_start = 0
-    sizes = (batch.grid_sizes, batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
-    rows = zip(batch.keys, *(each.tolist() for each in sizes), strict=False)
-    for key, grid, patches, place, tokens, text_place in rows:
-        clips.append(
-            {
-                "key": key,
-                "start": start,
-                "patches": patches,
-                "grid": tuple(grid),
-                "padding": place - patches,
-                "text_start": text_start,
-                "text_tokens": tokens,
-                "text_padding": text_place - tokens,
-                "weight": float(batch.loss_mask[start : start + place].float().sum()),
-            }
-        )
-        start, text_start = start + place, text_start + text_place
+    ends = batch.boundaries()
+    sizes = (each.tolist() for each in (batch.grid_sizes, batch.seq_len_q, batch.seq_len_kv))
+    places = (itertools.pairwise(ends[f"cu_seq_len_{row}_padded"].tolist()) for row in ("q", "kv"))
+    rows = zip(batch.keys, *sizes, *places, strict=False)
+    clips = tuple(
+        {
+            "key": key,
+            "start": start,
+            "patches": patches,
+            "grid": tuple(grid),
+            "padding": end - start - patches,
+            "text_start": text_start,
+            "text_tokens": tokens,
+            "text_padding": text_end - text_start - tokens,
+            "weight": float(batch.loss_mask[start:end].float().sum()),
+        }
+        for key, grid, patches, tokens, (start, end), (text_start, text_end) in rows
+    )
     return {
         "index": pack.index,
         "patches": batch.total_tokens,
@@ -48,7 +47,7 @@ def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
         "fill": batch.real_tokens / seq_length,
         "latents": tuple(batch.video_latents.shape),
         "context": tuple(batch.context_embeddings.shape),
-        "clips": tuple(clips),
+        "clips": clips,
         "dropped": tuple(dataclasses.asdict(entry) for entry in pack.dropped),
     }
 

@@ -18,6 +18,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from energon_packing.chat.template import ChatTemplate
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
@@ -45,6 +46,12 @@ _EOS = {
 
 DATE = "2026-01-31"
 """The day that templates are told which ask for it."""
+
+
+def chat_template(
+    tokenizer: Any, source: str | None = None, *, date: str | None = None, stops: tuple[str, ...] = (), **settings: Any
+) -> ChatTemplate:
+    return ChatTemplate(tokenizer, EncoderConfig(template_date=date, **settings), source=source, stops=stops)
 
 
 def templates() -> dict[str, str]:
@@ -159,11 +166,11 @@ def verdict(template: ChatTemplate, name: str) -> str:
 def rows(directories: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Template and verdicts, for all of trl and for the tokenizers of directories."""
     for name, source in templates().items():
-        yield name, verdicts(ChatTemplate(tokenizer_of(name), source=source, date=DATE))
+        yield name, verdicts(chat_template(tokenizer_of(name), source=source, date=DATE))
     for directory in directories:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)  # runs no code of the directory's
         try:
-            yield Path(directory).name, verdicts(ChatTemplate(tokenizer, date=DATE))
+            yield Path(directory).name, verdicts(chat_template(tokenizer, date=DATE))
         except ConfigError as error:
             yield Path(directory).name, dict.fromkeys(CONVERSATIONS, str(error))
 

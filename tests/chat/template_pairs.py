@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Any
 from unittest.mock import patch
 
-from published_templates import DATE
+from published_templates import DATE, chat_template
 from transformers.utils import chat_template_utils
 
 from energon_packing.chat.template import ChatTemplate
@@ -383,7 +383,7 @@ def _against_prefixes(
 
 def judged(name: str, tokenizer: Any, source: str) -> dict[str, str]:
     """Verdicts by record."""
-    template, oracle = ChatTemplate(tokenizer, source=source, date=DATE), Oracle(name, tokenizer, source)
+    template, oracle = chat_template(tokenizer, source=source, date=DATE), Oracle(name, tokenizer, source)
     return {kind: verdict(template, oracle, record) for kind, record in records().items()}
 
 

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_templates import chat_template
 from transformers import AutoTokenizer
 
 from energon_packing.chat.prompt_files import builtin_prompts, template_source
@@ -171,7 +172,7 @@ def tokenizers():
 
 def template(name: str, tokenizers, media=None, **settings) -> ChatTemplate:
     tokenizer = tokenizers[name]
-    return ChatTemplate(tokenizer, source=template_source(name, tokenizer, media or {}), **settings)
+    return chat_template(tokenizer, source=template_source(name, tokenizer, media or {}), **settings)
 
 
 def marked(rendered) -> str:
@@ -376,7 +377,7 @@ def test_tools_are_refused_where_the_tokenizer_lacks_their_tokens_and_other_conv
     tokenizer = AutoTokenizer.from_pretrained(processor_path("text"))
     others = ["[INST]", "[/INST]", "[TOOL_CALLS]"]
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": others})
-    made = ChatTemplate(tokenizer, source=template_source("mistral", tokenizer, {}))
+    made = chat_template(tokenizer, source=template_source("mistral", tokenizer, {}))
     with pytest.raises(SampleRejected, match=r"no token \[AVAILABLE_TOOLS\]"):
         made.render(calling())
     assert marked(made.render(talk("Hi", "Yes"))) == "<s>[INST] Hi[/INST] «Yes</s>»"

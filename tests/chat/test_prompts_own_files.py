@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from published_templates import chat_template
 
 from energon_packing.chat.prompt_files import template_source
-from energon_packing.chat.template import ChatTemplate
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.errors import ConfigError, SampleRejected
 from scripts.prompt_yaml import jinja_of
@@ -75,7 +75,7 @@ def own(tmp_path, encoders):
         path.write_text(text, encoding="utf-8")
         tokenizer = encoders["text"].tokenizer
         known = {"image": "<frame><i></frame>", "image_token": "<i>"} if media is None else media
-        return ChatTemplate(tokenizer, source=template_source(str(path), tokenizer, known), **settings)
+        return chat_template(tokenizer, source=template_source(str(path), tokenizer, known), **settings)
 
     return make
 

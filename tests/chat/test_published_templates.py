@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from published_templates import (
     DATE,
     TOOL,
+    chat_template,
     conversation,
     table,
     templates,
@@ -70,7 +71,7 @@ def known(facts: dict[str, str], name: str, default: str) -> str:
 
 
 def template(name: str, **options: Any) -> ChatTemplate:
-    return ChatTemplate(tokenizer_of(name), source=TEMPLATES[name], **{"date": DATE, **options})
+    return chat_template(tokenizer_of(name), source=TEMPLATES[name], **{"date": DATE, **options})
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def test_a_built_in_format_with_tools_writes_what_the_model_was_published_with(
     turns = what.turns if system is None else (turn("system", system), *what.turns)
     what = Conversation(key="k", turns=turns, tools=(TOOL,))
     texts = [
-        ChatTemplate(tokenizer, source=source, date=DATE).render(what)
+        chat_template(tokenizer, source=source, date=DATE).render(what)
         for source in (TEMPLATES[published], template_source(builtin, tokenizer, {}))
     ]
     assert texts[0].text == texts[1].text

@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from published_templates import DATE, templates, tokenizer_of
+from published_templates import DATE, chat_template, templates, tokenizer_of
 from template_pairs import FIELDS, Message, Oracle, forms, judged, records, stored, verdict
 
 from energon_packing.chat.template import ChatTemplate
@@ -63,7 +63,7 @@ def oracle_of(name: str) -> Oracle:
 
 
 def template(name: str, thinking: Any) -> ChatTemplate:
-    return ChatTemplate(tokenizer_of(name), source=TEMPLATES[name], thinking=thinking, date=DATE)
+    return chat_template(tokenizer_of(name), source=TEMPLATES[name], thinking=thinking, date=DATE)
 
 
 def trained(chat: Any) -> list[bool]:

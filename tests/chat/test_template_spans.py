@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_templates import chat_template
 from templates_in_use import CHATML, END_OF_TURN, GEMMA, LLAVA, MISTRAL, STABLE, marked, plain
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
@@ -116,7 +117,7 @@ CALLS = talk(
 def test_tool_calls_are_trained_as_transformers_says_and_responses_are_not(tmp_path: Any, source: str) -> None:
     tokenizer = tokenizer_for("chatml")
     assert measured_mask(tokenizer, source, CALLS, tmp_path) == hugging_face_mask(tokenizer, source, CALLS)
-    spans = trained_text(ChatTemplate(tokenizer, source=source), CALLS)
+    spans = trained_text(chat_template(tokenizer, source=source), CALLS)
     assert len(spans) == 3
     assert spans[0].count("<tool_call>") == 2
     assert not any("sunny" in span or "Rome?" in span for span in spans)
@@ -149,7 +150,7 @@ TALK = talk(("system", "Rules."), ("user", "One?"), ("assistant", "First."), ("u
 @pytest.mark.parametrize("marks", [plain, marked])
 @pytest.mark.parametrize("name", STABLE)
 def test_the_end_of_turn_is_trained_and_the_line_break_after_it_is_not(name: str, marks: Any) -> None:
-    template = ChatTemplate(tokenizer_for(name), source=marks(STABLE[name]))
+    template = chat_template(tokenizer_for(name), source=marks(STABLE[name]))
     spans = trained_text(template, TALK)
     assert [span.lstrip() for span in spans] == [f"First.{END_OF_TURN[name]}", f"Second.{END_OF_TURN[name]}"]
 
@@ -157,7 +158,7 @@ def test_the_end_of_turn_is_trained_and_the_line_break_after_it_is_not(name: str
 def test_an_end_of_turn_that_the_marks_leave_out_joins_its_span() -> None:
     """The way in which several published templates are marked: only the content."""
     source = marked(CHATML.replace("{{- '<|im_end|>' }}⟧", "⟧{{- '<|im_end|>' }}"))
-    assert trained_text(ChatTemplate(tokenizer_for("chatml"), source=source), TALK) == [
+    assert trained_text(chat_template(tokenizer_for("chatml"), source=source), TALK) == [
         "First.<|im_end|>",
         "Second.<|im_end|>",
     ]
@@ -165,7 +166,7 @@ def test_an_end_of_turn_that_the_marks_leave_out_joins_its_span() -> None:
 
 def test_a_comment_that_speaks_of_marks_is_none() -> None:
     source = "{#- Mark answers with {% generation %} to train them. -#}" + plain(CHATML)
-    assert trained_text(ChatTemplate(tokenizer_for("chatml"), source=source), TALK) == [
+    assert trained_text(chat_template(tokenizer_for("chatml"), source=source), TALK) == [
         "First.<|im_end|>",
         "Second.<|im_end|>",
     ]
@@ -182,7 +183,7 @@ def weighed(*weights: float | None) -> Conversation:
 
 
 def test_a_loss_weight_counts_when_everything_is_trained_too() -> None:
-    template = ChatTemplate(tokenizer_for("chatml"), source=plain(CHATML), train_on="all")
+    template = chat_template(tokenizer_for("chatml"), source=plain(CHATML), train_on="all")
     chat = template.render(weighed(None, 0.0, 0.25))
     weights = np.zeros(len(chat.text))
     for span in chat.spans:
@@ -199,7 +200,7 @@ def test_a_loss_weight_counts_when_everything_is_trained_too() -> None:
 @pytest.mark.parametrize("marks", [plain, marked])
 def test_a_conversation_without_a_trained_turn_is_reported(marks: Any, conversation: Conversation) -> None:
     with pytest.raises(SampleRejected) as caught:
-        ChatTemplate(tokenizer_for("chatml"), source=marks(CHATML)).render(conversation)
+        chat_template(tokenizer_for("chatml"), source=marks(CHATML)).render(conversation)
     assert caught.value.reason == "nothing_to_learn"
 
 
@@ -207,13 +208,13 @@ def test_weights_of_turns_that_the_template_hides_are_a_mismatch() -> None:
     source = "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}"
     source += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(SampleRejected) as caught:
-        ChatTemplate(tokenizer_for("chatml"), source=source).render(weighed(1.0, 0.5))
+        chat_template(tokenizer_for("chatml"), source=source).render(weighed(1.0, 0.5))
     assert caught.value.reason == "loss_weight_mismatch"
 
 
 def test_a_template_that_wants_parts_gets_parts() -> None:
     for marks in (plain, marked):
-        template = ChatTemplate(tokenizer_for("vicuna"), source=marks(LLAVA))
+        template = chat_template(tokenizer_for("vicuna"), source=marks(LLAVA))
         assert trained_text(template, TALK) == ["First.</s>", "Second.</s>"]
         turns = (
             Turn(role="user", parts=("What is it?", MediaPart(index=0))),
@@ -231,7 +232,7 @@ def test_what_a_template_refuses_is_a_rejection_with_its_words() -> None:
         (marked(MISTRAL), talk(("user", "a"), ("tool", "b"), ("assistant", "c")), "Only user and assistant"),
     ):
         with pytest.raises(SampleRejected, match=said) as caught:
-            ChatTemplate(tokenizer_for("mistral"), source=source).render(conversation)
+            chat_template(tokenizer_for("mistral"), source=source).render(conversation)
         assert caught.value.reason == "template_error"
 
 
@@ -251,7 +252,7 @@ HOSTILE = {
 def with_hostile(code: str) -> ChatTemplate:
     """Passes the probe for list content, which holds one message, and does its deed in a longer conversation."""
     source = "{% if messages | length > 1 %}" + code + "{% endif %}" + marked(CHATML)
-    return ChatTemplate(tokenizer_for("chatml"), source=source)
+    return chat_template(tokenizer_for("chatml"), source=source)
 
 
 @pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE)
@@ -267,14 +268,14 @@ def test_no_template_several_templates_and_broken_templates_are_told() -> None:
     tokenizer = load_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        ChatTemplate(tokenizer)
+        chat_template(tokenizer)
     tokenizer.chat_template = {"default": SHIPPED, "tool_use": SHIPPED}
     with pytest.raises(ConfigError, match=r"several chat templates.*default, tool_use"):
-        ChatTemplate(tokenizer)
+        chat_template(tokenizer)
     with pytest.raises(ConfigError, match=r"not valid Jinja \(line 2\)"):
-        ChatTemplate(tokenizer, source="{{ messages }}\n{% for %}")
+        chat_template(tokenizer, source="{{ messages }}\n{% for %}")
     with pytest.raises(ConfigError, match="renders no text"):
-        ChatTemplate(tokenizer, source="always the same")
+        chat_template(tokenizer, source="always the same")
 
 
 def test_a_document_is_trained_whole_where_the_template_writes_the_content_alone(tmp_path) -> None:

@@ -5,7 +5,19 @@ import re
 from typing import Any
 
 import pytest
-from published_templates import ANSWERED, ASKED, CALL, CALLED, DATE, TOLD, TOOL, templates, tokenizer_of, turn
+from published_templates import (
+    ANSWERED,
+    ASKED,
+    CALL,
+    CALLED,
+    DATE,
+    TOLD,
+    TOOL,
+    chat_template,
+    templates,
+    tokenizer_of,
+    turn,
+)
 from templates_in_use import CHATML, LLAMA3, LLAVA, marked, plain
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
@@ -26,14 +38,14 @@ def talk(*turns: Turn, tools: tuple[Any, ...] | None = None) -> Conversation:
 
 
 def published(name: str, **options: Any) -> ChatTemplate:
-    return ChatTemplate(tokenizer_of(name), source=PUBLISHED[name], **{"date": DATE, **options})
+    return chat_template(tokenizer_of(name), source=PUBLISHED[name], **{"date": DATE, **options})
 
 
 def own(source: str, *tokens: str, eos: str = "<|im_end|>", **options: Any) -> ChatTemplate:
     tokenizer = AutoTokenizer.from_pretrained(processor_path("text"))
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     tokenizer.eos_token = eos
-    return ChatTemplate(tokenizer, source=source, **options)
+    return chat_template(tokenizer, source=source, **options)
 
 
 def trained(template: ChatTemplate, conversation: Conversation) -> list[str]:
@@ -515,7 +527,7 @@ def test_a_template_that_asks_for_the_date_is_told_the_date_of_the_setting(
     monkeypatch.setattr(Frozen, "day", "2031-03-03")
     on_another_day = tokenizer.apply_chat_template(asked.to_messages(), chat_template=source, tokenize=False)
     assert on_another_day != expected or name.startswith("muse")  # which writes it with tools alone
-    assert ChatTemplate(tokenizer, source=source, date=day).render(asked).text == expected
+    assert chat_template(tokenizer, source=source, date=day).render(asked).text == expected
 
 
 @needs_trl

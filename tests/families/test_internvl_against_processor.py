@@ -14,7 +14,7 @@ from whole_sample import encoder, image
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.geometry import uniform_frames
+from energon_packing.families.geometry import spread_frames
 from energon_packing.families.registry import build_family
 
 TOTALS = st.one_of(st.integers(1, 100_003), st.integers(1, 2**31 - 1))
@@ -27,7 +27,8 @@ TOTALS = st.one_of(st.integers(1, 100_003), st.integers(1, 2**31 - 1))
 @example(kind=InternVLVideoProcessor, total=100_003, most=61)  # the processor gives index 100003 as well
 @example(kind=LlavaOnevisionVideoProcessor, total=2**31 - 1, most=29)  # and here -2147483648
 def test_sampled_frames_are_the_processors_and_never_beyond_the_clip(kind, total, most):
-    indices = uniform_frames(kind(), total, 25.0, rate=None, fewest=1, most=most)
+    clip = Media(kind="video", name="clip", frames=total, fps=25.0)
+    indices = spread_frames(clip, EncoderConfig(), kind(), rate=None, fewest=1, most=most)
     assert len(indices) == min(total, most)
     assert indices[0] >= 0
     assert indices[-1] < total

@@ -182,7 +182,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/wan/test_text_to_video_clip.py::"
         "test_a_clip_of_a_variable_rate_shows_at_each_time_what_is_on_the_screen",
         oracle="the times that PyAV reads",
-        edits=(("wan/encoder.py", "frames_at(points, steps / wanted) if points else", ""),),
+        edits=(("wan/encoder.py", "if config.fps is not None and video.time_points:", "if False:"),),
     ),
     Mutation(
         trap=206,
@@ -440,7 +440,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="an image is shown for a second, at the rate of the run",
         test="tests/wan/test_text_to_video_convert.py::test_an_image_is_a_clip_of_one_frame",
         oracle="diffusers' VAE on Pillow's pixels",
-        edits=(("wan/encoder.py", "(1, self.config.fps or 1.0, *sizes[2:])", "(1, 1.0, *sizes[2:])"),),
+        edits=(("wan/encoder.py", "(1, config.fps or 1.0, *sizes[2:])", "(1, 1.0, *sizes[2:])"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -101,7 +101,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test="tests/families/test_families.py::"
         "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
         oracle="`get_rope_index` of Hugging Face",
-        edits=(("families/geometry.py", "position += max(rows, columns)", "position += rows"),),
+        edits=(("families/qwen_vl.py", "position += max(rows, columns)", "position += rows"),),
     ),
     Mutation(
         trap=3,

@@ -231,8 +231,8 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "report/sample_story.py",
-                "for split, part, shard, at in places:",
-                "for split, part, shard, at in places[:1]:",
+                "for split, part, shard, offset, size in places:",
+                "for split, part, shard, offset, size in places[:1]:",
             ),
         ),
     ),

@@ -84,9 +84,8 @@ def drawn(pack, encoder):
     return drawn_pack(
         pack,
         encoder.family,
-        seq_length=WIDTH,
-        context_parallel=2,
-        media=lambda key: shown if key == KEY else (),
+        {"seq_length": WIDTH, "context_parallel": 2},
+        media={KEY: shown},
         sources=(EVIL, "shard_0.tar, sample 3", ""),
     )
 

@@ -27,9 +27,8 @@ wan = pytest.fixture(scope="module")(bridge_wan)
 
 
 def plan(frames, rate, width, height, **options):
-    return plan_clip(
-        frames, rate, width, height, config=TextToVideoConfig(**options), temporal_stride=4, spatial_stride=8
-    )
+    clip = Media(kind="video", name="clip", frames=frames, fps=rate, width=width, height=height)
+    return plan_clip(clip, TextToVideoConfig(**options), SimpleNamespace(temporal_stride=4, spatial_stride=8))
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,8 +9,7 @@ import json
 import math
 import os.path
 import sqlite3
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -227,7 +226,6 @@ INDEX_FILE = "index.sqlite"
 SHARD_INDEX_SUFFIX = ".tar.idx"
 PREPARE_MEDIA = "run 'energon prepare-media --media-metadata-by-extension DIR'"
 
-_NOTHING = "there is nothing readable to look at"
 _COPY = "copy the shards there, or convert again"
 
 
@@ -266,79 +264,60 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
         unread = "it is a plan, which is compared with the run and its shards when it is read"
     elif (Path(path) / "packed.json").is_file():
         unread = "it is packed, and compared with the run when it is read; 'energon-packing verify' reads all of it"
-    found = _Found(parts={training: split, **others})
+    parts = {training: split, **others}
+    flaws: list[tuple[str, Flaw]] = []  # each with the setting of the part
+    sound: dict[str, list[tuple[Leaf, Inspected]]] = {setting: [] for setting in parts}  # leaves without a flaw
+    elsewhere: list[str] = []
     try:
-        if not unread:
-            entry = dataset_entry(path)
-            for setting, part in found.parts.items():
-                leaves, wrong = leaves_of(entry, part)
-                found.flaws += [(setting, flaw) for flaw in wrong]
-                found.elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
-                for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
-                    flaws = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
-                    found.flaws += flaws
-                    found.sound[setting] += [] if flaws else [(leaf, inspected)]
+        entry = "" if unread else dataset_entry(path)
+        for setting, part in () if unread else parts.items():
+            leaves, wrong = leaves_of(entry, part)
+            flaws += [(setting, flaw) for flaw in wrong]
+            elsewhere += [leaf.path for leaf in leaves if REMOTE in leaf.path]
+            for leaf, inspected in [(leaf, Inspected()) for leaf in leaves if REMOTE not in leaf.path]:
+                own = [(setting, flaw) for flaw in _flaws(leaf, inspected)]
+                flaws += own
+                sound[setting] += [] if own else [(leaf, inspected)]
     except UserError as error:
         why, _, fix = str(error).partition("; ")
         broken = "data-index" if (Path(path) / META_DIRECTORY).is_dir() else "data-path"
-        found.flaws.append((training, Flaw(broken, why, fix)))
+        flaws.append((training, Flaw(broken, why, fix)))
     except OSError as error:
         why = f"{path} cannot be read: {error.strerror or error}"
-        found.flaws.append((training, Flaw("data-path", why, "give the run the right to read it")))
+        flaws.append((training, Flaw("data-path", why, "give the run the right to read it")))
     except ImportError as error:  # brace patterns of shard names need a package that comes with Energon
         unread = f"this needs Energon: {error}"
     if unread:
         return DataLooks(looks=[Look(id, at, "not looked at", unread) for id in LOOKS if id.startswith("data-")])
-    splits = [look for setting in found.parts for look in _split_looks(setting, found, training)]
-    path_looks, *others_of_it = (_looks_of(id, at, found) for id in ("data-path", "data-index", "data-media"))
-    whole = not found.elsewhere and not any(setting == training for setting, _ in found.flaws)
-    looks = [*path_looks, *splits, *(look for looks in others_of_it for look in looks)]
-    return DataLooks(looks=looks, readable=found.sound[training], whole=whole)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Found:
-    """What the parts of a data set hold: setting -> part, flaws by setting, leaves without one, and those elsewhere."""
-
-    parts: Mapping[str, str]
-    flaws: list[tuple[str, Flaw]] = field(default_factory=list)
-    sound: dict[str, list[tuple[Leaf, Inspected]]] = field(default_factory=lambda: defaultdict(list))
-    elsewhere: list[str] = field(default_factory=list)
-
-
-def _looks_of(id: str, at: str, found: _Found) -> Iterator[Look]:
-    good = [pair for pairs in found.sound.values() for pair in pairs]
-    flaws = dict.fromkeys(flaw for _, flaw in found.flaws if flaw.look == id)
-    yield from (Look(id, at, "error", flaw.why, flaw.fix) for flaw in flaws)
-    if id == "data-path":
-        if found.elsewhere:
-            yield Look(id, at, "not looked at", f"{_named(found.elsewhere)} is not on this machine")
-        if not flaws and (good or not found.elsewhere):
-            there = _counted(len({leaf.path for leaf, _ in good}), "data set") if good else "it is there"
-            yield Look(id, at, "ok", there)
-        return
-    if id == "data-media" and (without_sizes := [leaf.path for leaf, inspected in good if inspected.media is None]):
+    every, good = [flaw for _, flaw in flaws], [pair for pairs in sound.values() for pair in pairs]
+    there = _counted(len({leaf.path for leaf, _ in good}), "data set") if good else "it is there"
+    looks = _judged("data-path", at, every, good or not elsewhere, there)
+    if elsewhere:
+        missing = Look("data-path", at, "not looked at", f"{_named(elsewhere)} is not on this machine")
+        looks = [*looks, missing] if looks[0].outcome == "error" else [missing, *looks[: bool(good)]]
+    for setting, part in parts.items():
+        pairs = sound[setting]
+        samples, shards = sum(each.samples for _, each in pairs), sum(len(each.names) for _, each in pairs)
+        counts = f"{_counted(samples, 'sample')} in {_counted(shards, 'shard')}"
+        more = "" if setting == training else ", or turn the evaluation off"
+        own_flaws = [flaw for where, flaw in flaws if where == setting]
+        looks += _judged("data-split", f"{setting}: {part}", own_flaws, pairs, counts, more)
+    looks += _judged("data-index", at, every, good, "shards and index files are complete")
+    sizes = "the sizes of its media are known" if any(each.media for _, each in good) else "it has no media"
+    of_media = _judged("data-media", at, every, good, sizes)
+    if without_sizes := [leaf.path for leaf, each in good if each.media is None]:
         why = "has no media metadata; an image or video whose record does not say its size is dropped"
-        yield Look(id, at, "note", f"{_named(without_sizes)} {why}", PREPARE_MEDIA)
-    elif not flaws and not good:
-        yield Look(id, at, "not looked at", _NOTHING)
-    elif not flaws:
-        media = any(inspected.media for _, inspected in good)
-        sizes = "the sizes of its media are known" if media else "it has no media"
-        yield Look(id, at, "ok", sizes if id == "data-media" else "shards and index files are complete")
+        note = Look("data-media", at, "note", f"{_named(without_sizes)} {why}", PREPARE_MEDIA)
+        of_media = [*of_media, note] if of_media[0].outcome == "error" else [note]
+    whole = not elsewhere and not any(setting == training for setting, _ in flaws)
+    return DataLooks(looks=[*looks, *of_media], readable=sound[training], whole=whole)
 
 
-def _split_looks(setting: str, found: _Found, training: str) -> list[Look]:
-    id, at, sound = "data-split", f"{setting}: {found.parts[setting]}", found.sound[setting]
-    own = dict.fromkeys(flaw for where, flaw in found.flaws if where == setting and flaw.look == id)
-    more = "" if setting == training else ", or turn the evaluation off"
-    if own:
-        return [Look(id, at, "error", flaw.why, flaw.fix + more) for flaw in own]
-    if not sound:
-        return [Look(id, at, "not looked at", _NOTHING)]
-    samples = sum(inspected.samples for _, inspected in sound)
-    shards = sum(len(inspected.names) for _, inspected in sound)
-    return [Look(id, at, "ok", f"{_counted(samples, 'sample')} in {_counted(shards, 'shard')}")]
+def _judged(id: str, at: str, flaws: Iterable[Flaw], readable: object, ok: str, more: str = "") -> list[Look]:
+    """The flaws that belong to a look, or that it is well, or that nothing was readable."""
+    errors = [Look(id, at, "error", flaw.why, flaw.fix + more) for flaw in dict.fromkeys(flaws) if flaw.look == id]
+    unread = Look(id, at, "not looked at", "there is nothing readable to look at")
+    return errors or [Look(id, at, "ok", ok) if readable else unread]
 
 
 def _counted(number: int, one: str) -> str:

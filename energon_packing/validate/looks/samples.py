@@ -8,7 +8,7 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,7 @@ from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.sample_kind import kind_of_subflavors
 from energon_packing.trust import check_data_set, trusting
-from energon_packing.validate.looks.data import (
-    PREPARE_MEDIA,
-    REMOTE,
-    DataLooks,
-    Inspected,
-    Leaf,
-    Look,
-    RefusedSample,
-    mapping_in,
-)
+from energon_packing.validate.looks.data import PREPARE_MEDIA, REMOTE, DataLooks, Leaf, Look, RefusedSample, mapping_in
 from energon_packing.validate.run_facts import DataFacts, offline
 
 
@@ -110,7 +101,7 @@ def look_at_samples(
 ) -> list[Look]:
     """One look per data set, for ``data_parallel`` ranks that read different samples; ``at`` is setting and value of
     ``data.path``."""
-    left_alone = [_unreadable(leaf, found) for leaf, found in data.readable]
+    left_alone = [_unreadable(leaf, found.subflavors) for leaf, found in data.readable]
     shares: list[str] = []
     try:
         from energon_packing.energon.loader import build_dataset
@@ -144,13 +135,13 @@ def look_at_samples(
     return looks
 
 
-def _unreadable(leaf: Leaf, found: Inspected) -> str:
+def _unreadable(leaf: Leaf, subflavors: Mapping[str, Any]) -> str:
     """Why the records of a data set are left alone; empty where they are conversations of ours."""
     if leaf.joined:
         return f"{leaf.path} is one of several data sets that are joined into one sample"
     if any(REMOTE in address for address in leaf.aux.values()):
         return "its media are not on this machine"
-    kind = kind_of_subflavors(found.subflavors)
+    kind = kind_of_subflavors(subflavors)
     if kind is None:
         lacks = f"no subflavor {_MARK}: {SUBFLAVORS[_MARK]}"
         return f"its records are not those of 'energon-packing convert' ({lacks}); only a cooker of your own reads them"

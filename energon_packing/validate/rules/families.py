@@ -148,21 +148,21 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     return unless(not view.sequence_parallel, why=why, fix=f"{fix}, or freeze the vision model and its projection")
 
 
-@warning_rule(
+_query_scale_by_position = warning_rule(
     id="ours/query-scale-by-position",
     order=1240,
     checks="Ministral 3 scales its queries by their position in the sample",
     place="docs/families.md",
     applies=lambda view: view.packed and view.family.startswith("ministral3"),
+    holds=lambda view: view.dataset_seq_length // view.context_parallel <= UNSCALED_POSITIONS,
     sources=(bridge("models/ministral3/ministral3_provider.py", "positions_ids = torch.arange(query.shape[0], "),),
+    why=lambda view: (
+        f"rows have {view.dataset_seq_length // view.context_parallel} tokens on a rank, and Bridge scales queries "
+        f"from position {UNSCALED_POSITIONS} of the rank's row on, as if its samples were one: they are not computed "
+        "as alone"
+    ),
+    fix=f"keep seq_length at {UNSCALED_POSITIONS} tokens per context-parallel rank or less",
 )
-def _query_scale_by_position(view: RunView) -> Finding | None:
-    on_a_rank = view.dataset_seq_length // view.context_parallel
-    as_one = "as if its samples were one: they are not computed as alone"
-    scaled = f"Bridge scales queries from position {UNSCALED_POSITIONS} of the rank's row on, {as_one}"
-    why = f"rows have {on_a_rank} tokens on a rank, and {scaled}"
-    fix = f"keep seq_length at {UNSCALED_POSITIONS} tokens per context-parallel rank or less"
-    return unless(on_a_rank <= UNSCALED_POSITIONS, why=why, fix=fix)
 
 
 def _stated_by_both(view: RunView, what: str) -> list[tuple[str, int, int]]:

@@ -91,8 +91,6 @@ _hybrid_context_parallel = rule(
     fix="set model.hybrid_context_parallel to false",
 )
 
-_BY_ROW = "each row has a context-parallel size of its own"
-
 
 @rule(
     id="ours/dynamic-context-parallel",
@@ -104,28 +102,29 @@ _BY_ROW = "each row has a context-parallel size of its own"
 )
 def _dynamic_context_parallel(view: RunView) -> Finding | None:
     reasons = {
-        f"{_BY_ROW}, and Megatron-Bridge counts the micro-batches of a step before it reads them": (
+        "Megatron-Bridge counts the micro-batches of a step before it reads them": (
             view.source == "bridge",
             "set model.dynamic_context_parallel to false; docs/dynamic_context.md says what is missing",
         ),
-        f"{_BY_ROW}, and calculate_per_token_loss is false: ranks hold unequal numbers of trained tokens": (
+        "calculate_per_token_loss is false: ranks hold unequal numbers of trained tokens": (
             not view.calculate_per_token_loss,
             "set training.calculate_per_token_loss to true",
         ),
-        f"{_BY_ROW}, and cuda_graph_impl is {view.cuda_graph_impl!r}: a graph has one": (
+        f"cuda_graph_impl is {view.cuda_graph_impl!r}: a graph has one": (
             view.cuda_graph_impl != "none",
             "set cuda_graph_impl to 'none'",
         ),
-        f"{_BY_ROW}, and Megatron-FSDP gathers weights in all ranks at once": (
+        "Megatron-FSDP gathers weights in all ranks at once": (
             view.megatron_fsdp,
             "leave out --use-megatron-fsdp",
         ),
-        f"{_BY_ROW}, and Megatron-Core's scheduler takes rows of text, while {view.model} has images or sounds": (
+        f"Megatron-Core's scheduler takes rows of text, while {view.model} has images or sounds": (
             view.sees_or_hears,
             "set parallel.context_parallel to a number; docs/dynamic_context.md has patches",
         ),
     }
-    return next((Finding(why=why, fix=fix) for why, (wrong, fix) in reasons.items() if wrong), None)
+    own = "each row has a context-parallel size of its own"
+    return next((Finding(why=f"{own}, and {why}", fix=fix) for why, (wrong, fix) in reasons.items() if wrong), None)
 
 
 _comm_type_of_each_layer = bridges_rule(

@@ -250,21 +250,21 @@ _longest_sample = warning_rule(
 )
 
 
-@warning_rule(
+_steps_an_epoch = warning_rule(
     id="ours/steps-an-epoch",
     order=1340,
     checks="an epoch gives every replica a step",
     place="energon_packing.energon.loader",
     applies=lambda view: view.data is not None,
+    holds=lambda view: (view.rows_per_epoch or 0) >= view.global_batch_size,
     sources=(core("num_microbatches_calculator.py", "self.global_batch_size"),),
+    why=lambda view: (
+        f"an epoch has about {view.rows_per_epoch} "
+        f"{'packs' if view.rows_are_packs else 'samples that can be trained on'}, fewer than the "
+        f"{view.global_batch_size} of one step: each step would see samples more than once"
+    ),
+    fix="set a smaller global_batch_size, or a smaller seq_length",
 )
-def _steps_an_epoch(view: RunView) -> Finding | None:
-    rows = view.rows_per_epoch or 0
-    what = "packs" if view.rows_are_packs else "samples that can be trained on"
-    fewer = f"fewer than the {view.global_batch_size} of one step: each step would see samples more than once"
-    fix = "set a smaller global_batch_size, or a smaller seq_length"
-    return unless(rows >= view.global_batch_size, why=f"an epoch has about {rows} {what}, {fewer}", fix=fix)
-
 
 BYTES_A_SAMPLE = 5_200  # what a sample in the window costs its worker, see docs/correctness.md
 

@@ -42,7 +42,7 @@ def _rows_bring_a_mask(view: RunView) -> bool:
     return view.bridge_release >= (0, 7) and (of_text or in_batch)
 
 
-@rule(
+_step_reads_packs = rule(
     id="ours/step-reads-packs",
     order=1050,
     checks="the forward step reads packed rows",
@@ -53,12 +53,13 @@ def _rows_bring_a_mask(view: RunView) -> bool:
         bridge("models/qwen_vl/qwen3_vl_step.py", "qwen3_vl_step does not support collate-time in-batch packing."),
         bridge("training/audio_lm_step.py", 'required_host_keys.add("cu_seqlens_argmin")'),
     ),
+    why=lambda view: (
+        "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
+        if "qwen3_vl_step" in (view.step or "")
+        else f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
+    ),
+    fix="set training.step to vlm_step",
 )
-def _step_reads_packs(view: RunView) -> Finding | None:
-    why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
-    if "qwen3_vl_step" in (view.step or ""):
-        why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
-    return Finding(why=why, fix="set training.step to vlm_step")
 
 
 @warning_rule(
@@ -190,27 +191,25 @@ _middle_stages_see_boundaries = warning_rule(
 )
 
 
-@rule(
+_no_schedule_plan = rule(
     id="ours/no-schedule-plan",
     order=1110,
     checks="boundaries survive overlapped expert communication",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=lambda view: view.packed_not_natively,
+    # gpt_step of 0.7 passes packed_seq_params and padding_mask to its plan; vlm_step passes neither, in both versions.
+    holds=lambda view: not view.overlap_moe_expert_parallel_comm or _step_gives_the_mask_itself(view),
     sources=(
         bridge("training/vlm_step.py", "tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask"),
         bridge("training/gpt_step.py", "attention_mask, labels=labels, loss_mask=loss_mask", before=(0, 7)),
     ),
+    why=lambda view: (
+        f"overlap_moe_expert_parallel_comm is on: {'gpt_step' if view.goes_through_gpt_step else 'vlm_step'} of "
+        f"Megatron-Bridge {view.bridge_name} builds a schedule plan without the boundaries of packed rows, so every "
+        "token attends to the samples before its own"
+    ),
+    fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
 )
-def _no_schedule_plan(view: RunView) -> Finding | None:
-    # gpt_step of 0.7 passes packed_seq_params and padding_mask to its plan; vlm_step passes neither, in both versions.
-    step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
-    return unless(
-        not view.overlap_moe_expert_parallel_comm or _step_gives_the_mask_itself(view),
-        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_name} builds a schedule "
-        "plan without the boundaries of packed rows, so every token attends to the samples before its own",
-        fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
-    )
-
 
 HYBRIDEP_CHUNK = 128
 """Tokens per chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""

@@ -36,7 +36,7 @@ from mutation_table import MUTATIONS, TRAPS, Mutation
 
 OTHERS = (
     *("media", "template", "convert", "budget", "validate", "family", "bridge", "state", "offline", "see", "target"),
-    *("megatron_lm", "reader", "engine", "sharing", "store", "band", "cluster", "remote_reading", "stage"),
+    *("megatron_lm", "reader", "engine", "sharing", "store", "band", "cluster", "remote_reading", "stage", "advice"),
 )
 """Areas with a module of tables each, in the order of docs/correctness.md."""
 _TABLES = {area: vars(importlib.import_module(f"{area}_mutations")) for area in OTHERS}

@@ -12,7 +12,7 @@ import os.path
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, starmap
 from pathlib import Path
@@ -210,17 +210,13 @@ def _packed_part(
     blend: Blend, part: Part, drawn: AllSamples | Band, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
-    rows, counts, bound = [], [], 0
+    made = [(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)]
     for group in sorted(blend.groups):
-        found = blend.rows(part, group, drawn.of_dataset)
-        if found.size == 0:
-            continue
-        packs, least = packs_of(drawn.samples.sizes.take(found), limits, config, found)
-        rows.append(found[packs.order])
-        counts.append(np.diff(packs.offsets))
-        bound += least
-    empty = np.zeros(0, dtype=np.int64)
-    return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
+        if (found := blend.rows(part, group, drawn.of_dataset)).size:
+            packs, bound = packs_of(drawn.samples.sizes.take(found), limits, config, found)
+            made.append((found[packs.order], np.diff(packs.offsets), bound))
+    rows, counts, bounds = zip(*made, strict=True)
+    return np.concatenate(rows), np.concatenate(counts), sum(bounds)
 
 
 ALL = 1 << 30  # no sample is divided into so many pieces
@@ -553,7 +549,7 @@ class _Made:
             self._sharing = sharing_of(sources, packs, self._limits, config)
         return first
 
-    def _facts(self, held: Sequence[np.ndarray], row_groups: tuple[int, ...] = ()) -> PlanFacts:
+    def _facts(self, held: Sequence[Buffer], row_groups: tuple[int, ...] = ()) -> PlanFacts:
         counted, datasets = self._counted, self._counted.sources.datasets
         known: dict[str, Any] = {
             "fingerprint": dict(counted.sources.indexes[0].fingerprint),
@@ -626,7 +622,7 @@ class _Made:
 
     def finish(self) -> tuple[PlanFacts, str]:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
-        facts = self._facts([digest_bytes(part.digest) for part in self._parts])
+        facts = self._facts([part.digest.encode() for part in self._parts])
         there = [file_size(plan_file.part_path(self._out, at)) for at in range(len(self._parts))]
         if there != [part.bytes for part in self._parts]:
             raise UserError(f"{shown(self._out)} was written by another command meanwhile; plan again.")
@@ -646,17 +642,12 @@ def write_sources(path: Path, facts: PlanFacts) -> str:
     return plan_file.sources_digest(table)
 
 
-def rows_digest(held: Sequence[np.ndarray]) -> str:
-    """SHA-256 of `OrderedPacks.held` of a band, hexadecimal."""
-    digest = hashlib.sha256()
-    for array in held:
-        digest.update(np.ascontiguousarray(array).data)
+def rows_digest(held: Sequence[Buffer], before: bytes = b"") -> str:
+    """SHA-256 of `OrderedPacks.held` of a band, after what is `before` them, hexadecimal."""
+    digest = hashlib.sha256(before)
+    for each in held:
+        digest.update(each)
     return digest.hexdigest()
-
-
-def digest_bytes(digest: str) -> np.ndarray:
-    """A band's `rows_digest` as `plan_id` takes it."""
-    return np.frombuffer(digest.encode(), np.uint8)
 
 
 def _check_set_aside(sources: Sources, without: set[str]) -> None:
@@ -741,12 +732,12 @@ def _decided(counted: Counted, limits: AnyLimits, left: Left | None) -> dict[str
 
 
 def plan_id(
-    known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray], *, resolved: bool = True
+    known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[Buffer], *, resolved: bool = True
 ) -> str:
     """The id of a plan, by the fields of `PlanFacts` that `OF_ID` names. Neither settings on which no pack depends nor
     where the shards are count: a state of one plan continues with its equal. ``rows`` are ``[packs + 1]`` int64, where
-    packs begin, and of each row its source in `Sources`, piece and sizes; of a plan in bands, `digest_bytes` of each.
-    In plans of before ``plan.datasets`` was not ``resolved``: its names counted."""
+    packs begin, and of each row its source in `Sources`, piece and sizes; of a plan in bands, the `rows_digest` of
+    each. In plans of before ``plan.datasets`` was not ``resolved``: its names counted."""
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
     if resolved:  # of names that change with the place, what they say
@@ -757,10 +748,7 @@ def plan_id(
             weights = stage_weights(datasets, config).tolist()
             named["stages"] = [[it.tokens, *each] for it, each in zip(config.stages, weights, strict=True)]
         held["decided"] = known["decided"] | {"plan": planned | named}
-    digest = hashlib.sha256(json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())
-    for array in rows:
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()[:32]
+    return rows_digest(rows, json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())[:32]
 
 
 OF_ID = ("fingerprint", "decided", "packs", "samples", "max_data_parallel", "epoch_ends", "drops")

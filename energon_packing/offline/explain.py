@@ -130,16 +130,13 @@ def _paired(old: _Rows, new: _Rows) -> tuple[np.ndarray, np.ndarray]:
     """A number for each row of both plans: equal for the same occurrence of the same sample."""
     place = np.concatenate([old.place, new.place])
     plan = np.repeat([0, 1], [len(old.place), len(new.place)])
-    order = np.lexsort((plan, place[:, 2], place[:, 1], place[:, 0]))  # stable: occurrences stay in order
-    placed = place[order]
-    begins = np.ones(order.size, dtype=bool)
-    begins[1:] = (placed[1:] != placed[:-1]).any(axis=1)
-    sample = np.cumsum(begins) - 1
-    begins[1:] |= plan[order][1:] != plan[order][:-1]
-    starts = np.flatnonzero(begins)
+    order = np.lexsort((plan, *place.T[::-1]))  # stable: occurrences stay in order
+    placed = np.column_stack([place, plan])[order]
+    differs = np.diff(placed, axis=0, prepend=-1) != 0
+    starts = np.flatnonzero(differs.any(axis=1))
     occurrence = np.arange(order.size) - np.repeat(starts, np.diff(np.append(starts, order.size)))
     keys = np.empty(order.size, dtype=np.int64)
-    keys[order] = sample * (int(occurrence.max(initial=0)) + 1) + occurrence
+    keys[order] = np.cumsum(differs[:, :3].any(axis=1)) * (int(occurrence.max(initial=0)) + 1) + occurrence
     return keys[: len(old.place)], keys[len(old.place) :]
 
 

@@ -65,18 +65,14 @@ class SharedPacks(PlannedPacks):
         self.size, *_ = best_size(first, domain, int(plan.facts.decided["seq_length"]))
         facts = repr((domain, batch, self.size, sorted(encoder.limits.limited.items())))
         self.layout = hashlib.sha256(facts.encode()).hexdigest()[:12]
-        self._encoders = {size: self._encoder_of(size) for size in domain.sizes}
+        self._encoders = {size: copy.copy(encoder) for size in domain.sizes}
+        for size, each in self._encoders.items():  # assembles rows of so many ranks
+            each.multiple = domain.alignment(size)
+            each.packing = replace(each.packing, seq_length=size * domain.tokens)
         self.quarantined = self.left_out = quarantine(encoder.packing.ledger)  # of all ranks, see `SharedLoader.alike`
         # Of rows that another rank enters in the ledger.
         self._aside = Ledger(None, budget=1.0, name="", most_pending=1 << 62, quarantined=self.quarantined)
         self._aside.tells = False
-
-    def _encoder_of(self, size: int) -> Any:
-        """Assembles rows of so many ranks."""
-        encoder = copy.copy(self._encoder)
-        encoder.multiple = self.domain.alignment(size)
-        encoder.packing = replace(encoder.packing, seq_length=size * self.domain.tokens)
-        return encoder
 
     def _samples(self, numbers: Sequence[int]) -> tuple[StepSamples, list[tuple[int, int]]]:
         """The samples of some packs, and where each is in the plan."""

@@ -285,17 +285,14 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
     dropped: list[Any] = []
     made, ended = 0, False
     while made < most:
-        while not ended and len(held) < dataset.window:
-            sample = next(source, None)
-            ended = sample is None
-            if sample is None:
-                continue
+        while len(held) < dataset.window and (sample := next(source, None)) is not None:
             ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
                 account_for(sample, ledger)
                 dropped.append(sample.__restore_key__)
             else:
                 held.append(sample)
+        ended = len(held) < dataset.window
         if not held:
             break
         chosen = set(encoder.select_pack(held, ended))

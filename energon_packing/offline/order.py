@@ -210,8 +210,7 @@ def _groups(ascending: np.ndarray, group: int, random: np.random.Generator) -> n
     if count == 0:
         return np.zeros((0, group), dtype=np.int64)
     blocks = max(1, round(count / BLOCK))
-    sizes = np.full(blocks, count // blocks)
-    sizes[: count % blocks] += 1
+    sizes = [part.size for part in np.array_split(np.arange(count), blocks)]
     # Of each `count` neighbours in cost, every block gets as many as it has groups.
     labels = np.tile(np.repeat(np.arange(blocks), sizes), (group, 1))
     labels = random.permuted(labels, axis=1).ravel()

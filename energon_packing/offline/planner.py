@@ -249,15 +249,15 @@ def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
     (dataset,) = sources.datasets
     if any(each.identity["index_uuid"] != left.uuid for each in dataset.shards):  # shards have the same names anywhere
         raise UserError(f"{dataset.path} in the index is another data set than the run's; measure the run's own")
-    first_source = {shard.name: int(start) for shard, start in zip(dataset.shards, sources.starts, strict=False)}
-    size = {shard.name: shard.samples for shard in dataset.shards}
+    pairs = zip(dataset.shards, sources.starts.tolist(), strict=False)
+    spans = {shard.name: range(start, start + shard.samples) for shard, start in pairs}
     rows: list[int] = []
     bounds = np.searchsorted(samples.source, np.arange(len(sources) + 1)).tolist()
     pieces = np.maximum(samples.piece, 0).tolist()
     for (shard, row, first, stop), times in sorted(left.samples.items()):
-        if row >= size.get(shard, 0):
+        if row >= len(spans.get(shard, ())):
             raise UserError(f"{dataset.path} has no sample {row} of {shard} in the index; measure the run's data set")
-        source = first_source[shard] + row
+        source = spans[shard][row]
         rows.extend(times * [at for at in range(bounds[source], bounds[source + 1]) if first <= pieces[at] < stop])
     return np.array(rows, dtype=np.int64)
 

@@ -75,8 +75,7 @@ def _shared_loader(config: Any, *, world_size: int = 1, evaluation: int | None =
         what = f"{config.data.path or 'data.path'} is no plan, which knows all lengths before samples are read"
         raise ConfigError(f"parallel.context_parallel is dynamic, but {what}; plan, or set a number.")
     plan, training = Plan.open(config.data.path), config.training
-    batch = training.global_batch_size if evaluation is None else training.eval_global_batch_size
-    batch = batch or training.global_batch_size
+    batch = (evaluation is not None and training.eval_global_batch_size) or training.global_batch_size
     if batch == 1:
         what = "ranks share the samples of so many packs of the plan; set the run's"
         raise ConfigError(f"training.global_batch_size is 1: {what}.")

@@ -184,11 +184,6 @@ class PlanFacts:
         """Columns of its rows."""
         return rows_schema(self.kind, self.decided)
 
-    @property
-    def token_cost(self) -> float:
-        """Cost of a token without attention; 0 in plans that were not made for dynamic context parallelism."""
-        return float(self.decided.get("token_cost", 0))
-
     def roots(self, *, records: bool) -> list[str]:
         """Directories and addresses that reading the plan's rows needs: of the media that they show, or with `records`
         of the records and of all media that these name, which may be cut off. Plans of before do not count rows; their

@@ -286,33 +286,33 @@ def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
 
 
 def figures_of(
-    sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: AnyRun, epoch: int = 0
+    sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: AnyRun, epoch: int | None = None
 ) -> Counter[Any]:
-    """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its
-    number; ``mix``, its tokens, by the number of the epoch or stage too."""
+    """Sums over some packs, by name; those of one data set by name and its number; ``mix``, its tokens, by the number
+    of the epoch or stage too, if that of the first packs is given."""
     samples, sizes = packs.samples, packs.samples.sizes
     times, amount = np.bincount(packs.order, minlength=len(samples)), samples.amounts(config.plan.weights_by)
     text = sizes.text_tokens  # clips have it, which all are media
     counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
     counted["reached"] = times * amount
-    owners = np.searchsorted(sources.ends_of(samples), packs.order, side="right")
+    ends, tokens = sources.ends_of(samples), sizes.tokens
     figures: Counter[Any] = Counter(
         rows=packs.order.size,
         packs=packs.costs.size,
         bound=packs.bound,
-        tokens=int(sizes.tokens[packs.order].sum()),
+        tokens=int(tokens[packs.order].sum()),
         aligned=int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple,
         images=int(sizes.images[packs.order].sum(dtype=np.int64)),
         patches=int(sizes.patches[packs.order].sum()),
         text_tokens=0 if text is None else int(text[packs.order].sum(dtype=np.int64)),
     )
-    for number, part in enumerate(starmap(slice, pairwise([0, *sources.ends_of(samples)]))):
+    for number, part in enumerate(starmap(slice, pairwise([0, *ends]))):
         figures.update({(name, number): int(each[part].sum()) for name, each in counted.items()})
-    for at, (first, stop) in enumerate(pairwise([0, *packs.epoch_ends, packs.costs.size])):
-        held = slice(packs.offsets[first], packs.offsets[stop])
-        tokens = np.bincount(owners[held], sizes.tokens[packs.order[held]], minlength=len(sources.datasets))
-        for number, each in enumerate(tokens.tolist()):
-            figures["mix", at + epoch, number] += int(each)
+    epochs = [] if epoch is None else [0, *packs.epoch_ends, packs.costs.size]
+    for at, (first, stop) in enumerate(pairwise(epochs), epoch or 0):
+        rows = packs.order[packs.offsets[first] : packs.offsets[stop]]
+        mix = np.bincount(np.searchsorted(ends, rows, side="right"), tokens[rows], minlength=len(ends))
+        figures.update({("mix", at, number): int(each) for number, each in enumerate(mix.tolist())})
     return figures
 
 
@@ -538,11 +538,13 @@ class _Made:
         self._figures, self._costs, self._ends = Counter[Any](), list[np.ndarray](), list[int]()
         self._parts: list[PlanPart] = []
         self._sharing: list[dict[str, Any]] | None = None
+        self._mixed = bool({"stages", "extends"} & {*decided, *decided["plan"]})
 
     def _add(self, packs: OrderedPacks) -> int:
         """Counts some packs, and returns the number of the first."""
         first, config, sources = self._figures["packs"], self._counted.config, self._counted.sources
-        self._figures.update(figures_of(sources, packs, self._limits, config, len(self._ends)))
+        epoch = len(self._ends) if self._mixed else None
+        self._figures.update(figures_of(sources, packs, self._limits, config, epoch))
         self._costs.append(packs.costs)
         self._ends += [first + end for end in packs.epoch_ends]
         if is_dynamic(config) and self._sharing is None:
@@ -565,7 +567,7 @@ class _Made:
         )
         if self._sharing is not None:
             summary["sharing"] = self._sharing
-        if {"stages", "extends"} & {*self._decided, *self._decided["plan"]}:  # the tokens of each data set, by stage
+        if self._mixed:  # the tokens of each data set, by stage
             numbers = range(len(datasets))
             tokens = [[self._figures["mix", at, number] for number in numbers] for at in range(len(self._ends))]
             summary["mix"] = [{"packs": end, "tokens": of} for end, of in zip(self._ends, tokens, strict=True)]

@@ -54,7 +54,9 @@ class SharedPacks(PlannedPacks):
         super().__init__(plan, encoder, rank=rank)
         plan.hold(HELD)
         self._sizes = copy.copy(plan).sizes  # of a copy, since workers have the file of `plan`
-        if not plan.facts.token_cost:
+        # The cost of a token without attention, which only plans for dynamic context parallelism have.
+        self._token = float(plan.facts.decided.get("token_cost", 0))
+        if not self._token:
             fix = "plan again with parallel.context_parallel: dynamic"
             raise ConfigError(f"{plan.path} was made for a fixed context-parallel size; {fix}.")
         self.domain, self.batch = domain, batch
@@ -77,8 +79,7 @@ class SharedPacks(PlannedPacks):
     def _samples(self, numbers: Sequence[int]) -> tuple[StepSamples, list[tuple[int, int]]]:
         """The samples of some packs, and where each is in the plan."""
         table, places = self._sizes(numbers)
-        token, limits = self._plan.facts.token_cost, self._encoder.limits
-        found = step_samples(table, places[:, 1], self._groups, token, limits)
+        found = step_samples(table, places[:, 1], self._groups, self._token, self._encoder.limits)
         return found, [(at, place) for place, at in places.tolist()]
 
     def rows(self, position: int, stop: int | None = None) -> list[RowIndex]:

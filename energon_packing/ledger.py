@@ -282,13 +282,21 @@ def _writing(path: Path) -> Iterator[None]:
         raise UserError(f"The ledger {path} cannot be written ({error.strerror}). {fix}") from error
 
 
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).") from error
+
+
 def quarantine(directory: str | Path | None) -> dict[tuple[str, str], str]:
     """Path of the data set and key of each sample in quarantine -> why; nothing without a directory. Raises
     `UserError`: it cannot be read."""
-    try:
-        return _causes([] if directory is None else _quarantined(Path(directory)))
-    except OSError as error:
-        raise _unreadable(Path(str(directory)), error) from error
+    if directory is None:
+        return {}
+    with _reading(Path(directory)):
+        return _causes(_quarantined(Path(directory)))
 
 
 def _causes(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
@@ -426,11 +434,9 @@ def merged(directory: Path) -> LedgerReport:
         for at, part in ((0, lost), (2, recent)):
             report.shares[at] += len(part)
             report.shares[at + 1] += sum(part)
-    try:
+    with _reading(directory):
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = [*{(str(e.get("data")), str(e.get("key"))): e for e in _quarantined(directory)}.values()]
-    except OSError as error:
-        raise _unreadable(directory, error) from error
     report.duplicates.sort()
     return report
 
@@ -483,10 +489,6 @@ def _whole(lines: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[st
     return [*others.values(), *packs[-1:]]
 
 
-def _unreadable(place: Path, error: OSError) -> UserError:
-    return UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).")
-
-
 class _Worker:
     """Lines of one file that still hold: of the plan or of the run that is chosen, and of those that it goes on from.
     ``name`` is that of the beginning that the last mark follows from: the run that began the data, or a plan; ``age``
@@ -501,11 +503,9 @@ class _Worker:
         self.names: dict[str, str] = {}  # run -> beginning, in the order of the marks
         self._runs: dict[str, list[dict[str, Any]]] = {}  # a mark, then the lines of its run
         self.foreign, self.ours = 0, False
-        try:
+        with _reading(file):
             for entry in read_lines(file, having):
                 self._take(entry)
-        except OSError as error:
-            raise _unreadable(file, error) from error
 
     def _take(self, entry: dict[str, Any]) -> None:
         if not _is_line(entry):

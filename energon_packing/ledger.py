@@ -508,7 +508,9 @@ class _Worker:
                 self._take(entry)
 
     def _take(self, entry: dict[str, Any]) -> None:
-        if not _is_line(entry):
+        # Other programs and hands write to folders, too; a ledger's fields have these types.
+        typed = all(isinstance(entry[name], kind) for name, kind in _FIELDS.items() if name in entry)
+        if not typed or (entry.get("resumed") and "from" not in entry):
             self.foreign += 1
             return
         self.ours = self.ours or not entry.keys().isdisjoint(_OF_LEDGER)
@@ -597,13 +599,6 @@ def _chosen(marks: Mapping[Path, _Worker]) -> dict[Path, str]:
     for file, worker in marks.items():
         of_rank[rank_of[file]] = max(of_rank.get(rank_of[file], worker), worker, key=lambda worker: worker.age)
     return {file: of_rank[rank].name for file, rank in rank_of.items() if rank < ranks}
-
-
-def _is_line(entry: Mapping[str, Any]) -> bool:
-    """Whether a line has fields of the types that a ledger writes; other programs and hands write to folders, too."""
-    if entry.get("resumed") and "from" not in entry:
-        return False
-    return all(isinstance(entry[name], kind) for name, kind in _FIELDS.items() if name in entry)
 
 
 def _count(lines: list[dict[str, Any]], report: LedgerReport, mark: Mapping[str, Any]) -> None:

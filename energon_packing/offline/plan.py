@@ -179,11 +179,6 @@ class PlanFacts:
         held = {dataset.split for dataset in self.datasets}
         return {dataset.asked for dataset in self.datasets} - {""} or (held if len(held) == 1 else set())
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of its rows."""
-        return rows_schema(self.kind, self.decided)
-
     def roots(self, *, records: bool) -> list[str]:
         """Directories and addresses that reading the plan's rows needs: of the media that they show, or with `records`
         of the records and of all media that these name, which may be cut off. Plans of before do not count rows; their
@@ -512,7 +507,8 @@ class Plan:
         table = self._read(group, None)
         try:
             names = table.schema.names
-            schema = pa.schema([each for each in self.facts.schema if each.name in names or each.name not in COSTS])
+            fields = rows_schema(self.facts.kind, self.facts.decided)
+            schema = pa.schema([each for each in fields if each.name in names or each.name not in COSTS])
             wrong = wrong_rows(table.cast(schema), self.facts.datasets, group.first, group.stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)

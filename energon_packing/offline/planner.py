@@ -48,7 +48,7 @@ from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_remote, exists, file_size, listed, remote_address, remove, shown
+from energon_packing.remote_files import check_remote, exists, file_size, names_in, remote_address, remove, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -514,19 +514,12 @@ def _check_free(out: Path, force: bool) -> None:
         raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
     if not remote_address(out) and not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
-    for name in _inside(out):  # other programs call their files part-0.parquet too
+    for name in names_in(out):  # other programs call their files part-0.parquet too
         foreign = name.startswith("part-") and not complete and read_metadata(out / name) is None
         if foreign or not _OURS.fullmatch(name):
             raise UserError(f"{shown(out)} is there and is no plan (it has {name}); name another file, or delete it.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
-
-
-def _inside(out: Path) -> list[str]:
-    """The names of the files in the directory of a plan, the manifest before the parts."""
-    if (address := remote_address(out)) is not None:
-        return sorted(name for name, _ in listed(address))
-    return sorted(each.name for each in out.iterdir()) if out.is_dir() else []
 
 
 class _Made:
@@ -603,7 +596,7 @@ class _Made:
             self._out.unlink()
         if address is None:
             self._out.mkdir(exist_ok=True)
-        for name in filter(_OURS.fullmatch, _inside(self._out)):
+        for name in filter(_OURS.fullmatch, names_in(self._out)):  # the manifest before the parts
             (self._out / name).unlink() if address is None else remove(f"{address}/{name}")
 
     def band(self, packs: OrderedPacks, drawn: AllSamples | Band) -> None:

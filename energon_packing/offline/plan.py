@@ -542,10 +542,8 @@ class Plan:
 
     def _read(self, group: Group, columns: list[str] | None) -> pa.Table:
         # Without threads: a loader's worker is a fork, and has a core of its own.
-        def read() -> pa.Table:
-            return self._opened(group.part)[0].read_row_group(group.number, columns=columns, use_threads=False)
-
-        return self._again(group.part, read)
+        how: dict[str, Any] = {"columns": columns, "use_threads": False}
+        return self._again(group.part, lambda: self._opened(group.part)[0].read_row_group(group.number, **how))
 
 
 def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int]]) -> tuple[IndexedDataset, ...]:

@@ -80,9 +80,12 @@ def changes(before: Plan, after: Plan) -> dict[str, Any]:
     entered = np.setdiff1d(np.arange(new_keys.size), in_new, assume_unique=True)
     moved = old.pack[in_old] != new.pack[in_new]
     resized = old.length[in_old] != new.length[in_new]
+    facts = (before.facts, after.facts)
+    was, now = ({**each.decided, **{f"encoder: {name}": it for name, it in each.fingerprint.items()}} for each in facts)
+    differ = (name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name))
     return {
         "same": before.facts.id == after.facts.id,
-        "decided": _settings(before, after),
+        "decided": {name: {"before": was.get(name), "after": now.get(name)} for name in differ},
         "entered": int(entered.size),
         "left": int(left.size),
         "moved": int(moved.sum()),
@@ -149,10 +152,3 @@ def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | N
         other = None if others is None else int(others[place])
         examples.append({"sample": name, "before": other if now else pack, "after": pack if now else other})
     return examples
-
-
-def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
-    facts = (before.facts, after.facts)
-    old, new = ({**each.decided, **{f"encoder: {name}": it for name, it in each.fingerprint.items()}} for each in facts)
-    differ = (name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name))
-    return {name: {"before": old.get(name), "after": new.get(name)} for name in differ}

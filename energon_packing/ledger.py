@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from energon_packing import drops
 from energon_packing.config.run import MAX_DROPS_WITHOUT_PACK
@@ -231,10 +231,9 @@ class Ledger:
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
         """Resumes counting from the `counts` of a saved state, None of one of an older release: then the samples
         ``held`` in the state's window count as read, and are not read again. What is read after it counts again."""
-        self.read = held if counts is None else int(counts["read"])
-        self.reasons = Counter() if counts is None else Counter(counts["reasons"])
-        self._of = None if counts is None else counts.get("run")
-        self._stretches = ((0, 0), (0, 0)) if counts is None else counts.get("late", ((0, 0), (0, 0)))
+        known: Mapping[str, Any] = {"read": held, "reasons": {}} if counts is None else counts
+        self.read, self.reasons = int(known["read"]), Counter(known["reasons"])
+        self._of, self._stretches = known.get("run"), known.get("late", ((0, 0), (0, 0)))
         self._count()
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
@@ -283,13 +282,21 @@ def _writing(path: Path) -> Iterator[None]:
         raise UserError(f"The ledger {path} cannot be written ({error.strerror}). {fix}") from error
 
 
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).") from error
+
+
 def quarantine(directory: str | Path | None) -> dict[tuple[str, str], str]:
     """Path of the data set and key of each sample in quarantine -> why; nothing without a directory. Raises
     `UserError`: it cannot be read."""
-    try:
-        return _causes([] if directory is None else _quarantined(Path(directory)))
-    except OSError as error:
-        raise _unreadable(Path(str(directory)), error) from error
+    if directory is None:
+        return {}
+    with _reading(Path(directory)):
+        return _causes(_quarantined(Path(directory)))
 
 
 def _causes(entries: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
@@ -324,9 +331,10 @@ def release(directory: Path, keys: Collection[str]) -> None:
             raise UserError(f"The quarantine of {directory} has no {unknown}; leave --release out to see what it has.")
         for file in (directory / QUARANTINE).glob("*.jsonl"):
             found = [place for place in _held(file) if not {place[1], f"{place[1]}@{place[0]}"}.isdisjoint(keys)]
-            lines = LineFile(file) if found else None  # only appended to, as by workers that go on meanwhile
-            for data, key in found:
-                cast(LineFile, lines).append({"released": key, "data": data})
+            if found:
+                lines = LineFile(file)  # only appended to, as by workers that go on meanwhile
+                for data, key in found:
+                    lines.append({"released": key, "data": data})
 
 
 def without_ledger[Run: Any](run: Run) -> Run:
@@ -426,11 +434,9 @@ def merged(directory: Path) -> LedgerReport:
         for at, part in ((0, lost), (2, recent)):
             report.shares[at] += len(part)
             report.shares[at + 1] += sum(part)
-    try:
+    with _reading(directory):
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = [*{(str(e.get("data")), str(e.get("key"))): e for e in _quarantined(directory)}.values()]
-    except OSError as error:
-        raise _unreadable(directory, error) from error
     report.duplicates.sort()
     return report
 
@@ -483,23 +489,31 @@ def _whole(lines: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[st
     return [*others.values(), *packs[-1:]]
 
 
-def _unreadable(place: Path, error: OSError) -> UserError:
-    return UserError(f"The ledger {error.filename or place} cannot be read ({error.strerror}).")
-
-
 class _Worker:
     """Lines of one file that still hold: of the plan or of the run that is chosen, and of those that it goes on from.
     ``name`` is that of the beginning that the last mark follows from: the run that began the data, or a plan; ``age``
-    the time of the last mark and the number of marks, of which the largest is the newest."""
+    the time of the last mark and the number of marks, of which the largest is the newest; ``foreign`` are lines that
+    others write, and ``ours`` is whether one is a ledger's. Only lines are read that contain some bytes (``having``).
+    Raises `UserError`: the file cannot be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path, having: bytes = b"") -> None:
         self.lines: list[dict[str, Any]] = []
         self.mark: dict[str, Any] = {}
         self.restarts, self.age, self.name = 0, (0.0, 0), ""
         self.names: dict[str, str] = {}  # run -> beginning, in the order of the marks
         self._runs: dict[str, list[dict[str, Any]]] = {}  # a mark, then the lines of its run
+        self.foreign, self.ours = 0, False
+        with _reading(file):
+            for entry in read_lines(file, having):
+                self._take(entry)
 
-    def take(self, entry: dict[str, Any]) -> None:
+    def _take(self, entry: dict[str, Any]) -> None:
+        # Other programs and hands write to folders, too; a ledger's fields have these types.
+        typed = all(isinstance(entry[name], kind) for name, kind in _FIELDS.items() if name in entry)
+        if not typed or (entry.get("resumed") and "from" not in entry):
+            self.foreign += 1
+            return
+        self.ours = self.ours or not entry.keys().isdisjoint(_OF_LEDGER)
         if "run" not in entry:
             self.lines.append(entry)
             return
@@ -560,32 +574,17 @@ def _workers(directory: Path, report: LedgerReport) -> Iterator[tuple[Path, _Wor
     if not (files := sorted(directory.glob("*.jsonl"))):
         raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
     ours = False  # else of something else, such as metrics or the rejects of a conversion
-    chosen = _chosen({file: _read(file, b'"run"')[0] for file in files})
+    chosen = _chosen({file: _Worker(file, b'"run"') for file in files})
     for file in files:
-        worker, foreign, of_ledger = _read(file)
+        worker = _Worker(file)
         report.workers += 1
-        report.foreign += foreign
-        ours = ours or of_ledger
+        report.foreign += worker.foreign
+        ours = ours or worker.ours
         report.abandoned += worker.choose(chosen.get(file))
         report.restarts += worker.restarts
         yield file, worker
     if not ours:
         raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
-
-
-def _read(file: Path, having: bytes = b"") -> tuple[_Worker, int, bool]:
-    """The lines of a file that contain some bytes; how many others write, and whether one is a ledger's."""
-    worker, foreign, ours = _Worker(), 0, False
-    try:
-        for entry in read_lines(file, having):
-            if not _is_line(entry):
-                foreign += 1
-                continue
-            ours = ours or not entry.keys().isdisjoint(_OF_LEDGER)
-            worker.take(entry)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    return worker, foreign, ours
 
 
 def _chosen(marks: Mapping[Path, _Worker]) -> dict[Path, str]:
@@ -600,13 +599,6 @@ def _chosen(marks: Mapping[Path, _Worker]) -> dict[Path, str]:
     for file, worker in marks.items():
         of_rank[rank_of[file]] = max(of_rank.get(rank_of[file], worker), worker, key=lambda worker: worker.age)
     return {file: of_rank[rank].name for file, rank in rank_of.items() if rank < ranks}
-
-
-def _is_line(entry: Mapping[str, Any]) -> bool:
-    """Whether a line has fields of the types that a ledger writes; other programs and hands write to folders, too."""
-    if entry.get("resumed") and "from" not in entry:
-        return False
-    return all(isinstance(entry[name], kind) for name, kind in _FIELDS.items() if name in entry)
 
 
 def _count(lines: list[dict[str, Any]], report: LedgerReport, mark: Mapping[str, Any]) -> None:

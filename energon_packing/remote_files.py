@@ -152,6 +152,13 @@ def listed(address: str, most: int | None = None) -> list[tuple[str, RemoteFile]
     return _ask(address, ask)
 
 
+def names_in(directory: Path) -> list[str]:
+    """The names in a directory, sorted; none if there is none. In a store, those of all files below it."""
+    if (address := remote_address(directory)) is not None:
+        return sorted(name for name, _ in listed(address))
+    return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+
 def matches(address: str) -> list[str]:
     """The addresses of the files that match a pattern of ``*``, ``?``, ``[...]`` and ``**``, sorted."""
     names, pattern = _ask(address, lambda client, path: (client.glob(path), path))

@@ -80,17 +80,13 @@ def pack(ctx: click.Context, plan: Path, out: Path, form: str, as_json: bool, **
     def show(_: Any) -> None:
         if report.facts is None:
             click.echo(f"{shown(out)}: {counted(report.packs, 'pack')} in the form {form}")
-        _show(said, counts, len(shards))
+        if shards:
+            media = f", and {said['media_bytes']:,} bytes of media" if said["media_bytes"] else ""
+            held = f"{counted(report.packs, 'pack')} in {counted(len(shards), 'shard')}, {said['bytes']:,} bytes{media}"
+            click.echo(f"{said['out']}: {held}")
+            click.echo(f"dropped: {', '.join(f'{why} {number:,}' for why, number in said['drops'].items()) or 'none'}")
+        click.echo(f"shards packed: {report.packed:,}, there before: {report.reused:,}")
         tell_missing(report, "packed", said["out"], given["slurm"])
 
     answer(said, as_json, show)
     ctx.exit(1 if report.set_aside else 0)
-
-
-def _show(said: dict[str, Any], shards: dict[str, int], count: int) -> None:
-    if count:
-        media = f", and {said['media_bytes']:,} bytes of media" if said["media_bytes"] else ""
-        held = f"{counted(said['packs'], 'pack')} in {counted(count, 'shard')}, {said['bytes']:,} bytes{media}"
-        click.echo(f"{said['out']}: {held}")
-        click.echo(f"dropped: {', '.join(f'{why} {number:,}' for why, number in said['drops'].items()) or 'none'}")
-    click.echo(f"shards packed: {shards['packed']:,}, there before: {shards['reused']:,}")

@@ -294,7 +294,7 @@ class AllSamples:
 
     def content(self, columns: Sequence[str]) -> tuple[list[pa.Table], np.ndarray]:
         """These columns of the index, and the row of each of `samples` there, ``[N]`` int64."""
-        return [table for _, table in self.sources.tables(columns)], self.samples.source
+        return [self.sources.table(at, columns) for at in range(len(self.sources.shard))], self.samples.source
 
     def kept_packs(self, plan: Plan, first: int, decided: Mapping[str, Any]) -> Kept:
         """The packs of a plan before pack `first`, for one whose packs are `decided` so. Raises UserError: the plan has

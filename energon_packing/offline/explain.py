@@ -80,9 +80,12 @@ def changes(before: Plan, after: Plan) -> dict[str, Any]:
     entered = np.setdiff1d(np.arange(new_keys.size), in_new, assume_unique=True)
     moved = old.pack[in_old] != new.pack[in_new]
     resized = old.length[in_old] != new.length[in_new]
+    facts = (before.facts, after.facts)
+    was, now = ({**each.decided, **{f"encoder: {name}": it for name, it in each.fingerprint.items()}} for each in facts)
+    differ = (name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name))
     return {
         "same": before.facts.id == after.facts.id,
-        "decided": _settings(before, after),
+        "decided": {name: {"before": was.get(name), "after": now.get(name)} for name in differ},
         "entered": int(entered.size),
         "left": int(left.size),
         "moved": int(moved.sum()),
@@ -130,16 +133,13 @@ def _paired(old: _Rows, new: _Rows) -> tuple[np.ndarray, np.ndarray]:
     """A number for each row of both plans: equal for the same occurrence of the same sample."""
     place = np.concatenate([old.place, new.place])
     plan = np.repeat([0, 1], [len(old.place), len(new.place)])
-    order = np.lexsort((plan, place[:, 2], place[:, 1], place[:, 0]))  # stable: occurrences stay in order
-    placed = place[order]
-    begins = np.ones(order.size, dtype=bool)
-    begins[1:] = (placed[1:] != placed[:-1]).any(axis=1)
-    sample = np.cumsum(begins) - 1
-    begins[1:] |= plan[order][1:] != plan[order][:-1]
-    starts = np.flatnonzero(begins)
+    order = np.lexsort((plan, *place.T[::-1]))  # stable: occurrences stay in order
+    placed = np.column_stack([place, plan])[order]
+    differs = np.diff(placed, axis=0, prepend=-1) != 0
+    starts = np.flatnonzero(differs.any(axis=1))
     occurrence = np.arange(order.size) - np.repeat(starts, np.diff(np.append(starts, order.size)))
     keys = np.empty(order.size, dtype=np.int64)
-    keys[order] = sample * (int(occurrence.max(initial=0)) + 1) + occurrence
+    keys[order] = np.cumsum(differs[:, :3].any(axis=1)) * (int(occurrence.max(initial=0)) + 1) + occurrence
     return keys[: len(old.place)], keys[len(old.place) :]
 
 
@@ -152,10 +152,3 @@ def _examples(plan: Plan, rows: _Rows, which: np.ndarray, others: np.ndarray | N
         other = None if others is None else int(others[place])
         examples.append({"sample": name, "before": other if now else pack, "after": pack if now else other})
     return examples
-
-
-def _settings(before: Plan, after: Plan) -> dict[str, dict[str, Any]]:
-    facts = (before.facts, after.facts)
-    old, new = ({**each.decided, **{f"encoder: {name}": it for name, it in each.fingerprint.items()}} for each in facts)
-    differ = (name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name))
-    return {name: {"before": old.get(name), "after": new.get(name)} for name in differ}

@@ -110,15 +110,11 @@ class IndexedShard:
     unwanted: Count = 0
     set_aside: bool = False  # whether nobody could measure it: its rows say no more than that
 
-    @property
-    def file(self) -> str:
-        """Name of its file in the data set's directory of the index."""
-        return self.file_of(self.name)
 
-    @staticmethod
-    def file_of(name: str) -> str:
-        """The same of a shard's name; two shards never share a file: "a/b.tar" and "a_b.tar" are two."""
-        return f"{name.removesuffix('.tar').replace('%', '%25').replace('/', '%2F')}.parquet"
+def rows_file(shard: str) -> str:
+    """Name of a shard's file in its data set's directory of the index; two shards never share one: "a/b.tar" and
+    "a_b.tar" are two."""
+    return f"{shard.removesuffix('.tar').replace('%', '%25').replace('/', '%2F')}.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +221,7 @@ class Index:
     def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
         """The rows of a shard, with some of the columns of `SCHEMA` or all. Raises UserError: the file is missing,
         damaged, of another measurement, unreadable, or has another number of rows than it should."""
-        path = self.directory / dataset.name / shard.file
+        path = self.directory / dataset.name / rows_file(shard.name)
         place, again = shown(path), "run 'energon-packing measure' again"
         try:
             file = parquet_file(path, page_checksum_verification=True)

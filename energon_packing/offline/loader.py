@@ -106,9 +106,8 @@ class PlannedLoader(LoaderBase):
         """The position at which the iteration ends; None if it goes on. Raises UserError: the plan's packs cannot come
         again."""
         passes = self._packs.passes
-        self._end = None
-        if passes is not None and not self._repeat:  # a run that goes on at the end of a pass has no more of it
-            self._end = passes.end(self._position - self._resumed)
+        # A run that goes on at the end of a pass has no more of it.
+        self._end = None if passes is None or self._repeat else passes.end(self._position - self._resumed)
         over = self._unfinished is not None and self._evaluation is None
         if over and (self._end or self._position + self._step) > len(self._packs):
             raise UserError(str(self._unfinished))

@@ -109,9 +109,7 @@ class ShardMeasurer:
 
     def index_of(self, root: str) -> ShardIndex:
         """The index of a data set's directory, opened once."""
-        if root not in self._indices:
-            self._indices[root] = ShardIndex(Path(root))
-        return self._indices[root]
+        return self._indices.get(root) or self._indices.setdefault(root, ShardIndex(Path(root)))
 
     def states_of(self, root: str, names: Collection[str]) -> dict[str, tuple[str, int]]:
         """Of these shards of a directory of media, and those asked for before, the `media_state`, looked at once; an
@@ -143,7 +141,7 @@ class ShardMeasurer:
     def measured(self, task: MeasureTask, *, hole: bool = False) -> IndexedShard | None:
         """What is known of a shard whose file is there and still true, or says that it was set aside if it is to be
         such a `hole`; None if it must be measured."""
-        stored = read_metadata(task.directory / IndexedShard.file_of(task.shard)) or {}
+        stored = read_metadata(task.directory / index_file.rows_file(task.shard)) or {}
         if hole and stored.get("fingerprint") == "":
             stored["fingerprint"] = self._digest
         elif hole or stored.get("fingerprint") != self._digest:
@@ -203,9 +201,9 @@ class ShardMeasurer:
         numbers = pc.unique(pc.list_flatten(whole.column("media")).combine_chunks().field("shard")).to_pylist()
         names = [self.index_of(part.media_root).shards[number] for number in sorted(numbers)]
         metadata["media"] = {name: _seen(Path(part.media_root) / name, media_state, ("", 0)) for name in names}
-        with writing(directory / known.file, "measure"):
+        with writing(file := directory / index_file.rows_file(shard), "measure"):
             make_directory(directory)
-            write_table(directory / known.file, self._schema, tables or [whole], metadata)
+            write_table(file, self._schema, tables or [whole], metadata)
         return known
 
     def _set_aside(self, part: SourcePart, shard: str, why: str) -> Iterator[dict[str, Any]]:
@@ -376,7 +374,7 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         there=measurer.measured,
         aside=lambda task, why: measurer.measure(task.part, task.shard, task.directory, str(why)),
         hole=lambda task: measurer.measured(task, hole=True),
-        file=lambda task: task.directory / IndexedShard.file_of(task.shard),
+        file=lambda task: task.directory / index_file.rows_file(task.shard),
         size=lambda task: measurer.index_of(task.part.root).samples[task.shard],
         progress=lambda done, total: progress("measure", done, total),
         directories=directories,

@@ -102,11 +102,19 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
             raise UserError(f"the state of rank {rank} has {len(each)} workers, but the run had {count}")
         for number, worker in enumerate(each):
             check_fingerprint(worker.binding(worker.fingerprint), worker.binding(own))
-            parts.append(_Part(worker, loader, number, rank))
-    epochs = max(1, *(part.most_given() for part in parts))
+            parts.append((worker, loader, number, rank))
+    held = [(worker.epoch + 1, loader.join_readers[0], *_owed(worker, loader, *at)) for worker, loader, *at in parts]
+    # The most that a worker has given some sample; one of which it gave a piece counts as given.
+    epochs = max(1, *(times - min((owed[at, 0, ALL] for at in some), default=0) for times, _, some, owed in held))
     left: Counter[tuple[str, int, int, int]] = Counter()
-    for part in parts:
-        left.update(part.left(epochs))
+    while held:  # each sample that often; as many are held in all
+        begun, reader, some, owed = held.pop()
+        for at in some:
+            owed[at, 0, ALL] += epochs - begun
+        for (at, first, stop), times in owed.items():
+            shard = bisect_right(reader.shard_count_cumsum, at) - 1
+            if times:
+                left[reader.shard_infos[shard].name, at - reader.shard_count_cumsum[shard], first, stop] += times
     uuid = ShardIndex.uuid_of(Path(source_parts(config.data.path, config.data.split)[0].root))
     return Left(samples=left, epoch=epochs - 1, ranks=ranks, workers=count, packs=packs.pop(), uuid=uuid)
 
@@ -162,72 +170,39 @@ class _Worker:
         return {name: value for name, value in fingerprint.items() if name == "split" or name.startswith("data set")}
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A worker's state, and the part of the data set that it reads with Energon's reader of its rank."""
+def _owed(worker: _Worker, loader: Any, number: int, rank: int) -> tuple[list[int], Counter[tuple[int, int, int]]]:
+    """The samples that a worker reads with Energon's reader of its rank, and what it has to give until the end of the
+    epoch that it reads; see `_Worker.held`. A UserError if the state does not add up, as one of another rank."""
+    wrong = UserError(
+        f"the state of worker {number} of rank {rank} does not fit the part of the data set that this "
+        "worker reads; give the states in the order of the ranks, and the data set as it was"
+    )
+    offsets, source = [int(offset) for offset in loader.workers_slice_offsets[number]], worker.source
+    share = getattr(loader, "share", None)
 
-    worker: _Worker
-    loader: Any
-    number: int
-    rank: int
-
-    def most_given(self) -> int:
-        """How often the worker has given some sample at most; one of which it gave a piece counts as given."""
-        owed = self._owed()
-        return self.worker.epoch + 1 - min((owed[number, 0, ALL] for number in self._numbers()), default=0)
-
-    def left(self, epochs: int) -> Counter[tuple[str, int, int, int]]:
-        """What the worker has still to give until it has given each sample that often, see `Left`."""
-        shards, starts = self.loader.join_readers[0].shard_infos, self.loader.join_readers[0].shard_count_cumsum
-        owed = self._owed()
-        for number in self._numbers():
-            owed[number, 0, ALL] += epochs - self.worker.epoch - 1
-        placed: Counter[tuple[str, int, int, int]] = Counter()
-        for (number, first, stop), times in owed.items():
-            if times:
-                at = bisect_right(starts, number) - 1
-                placed[shards[at].name, number - starts[at], first, stop] += times
-        return placed
-
-    def _numbers(self) -> list[int]:
-        offsets = self.loader.workers_slice_offsets[self.number]
-        return self._samples(int(offsets[0]), int(offsets[-1])) if len(offsets) else []
-
-    def _samples(self, start: int, stop: int) -> list[int]:
-        """The samples at Energon's numbers from a start to a stop."""
-        share = getattr(self.loader, "share", None)
+    def samples(start: int, stop: int) -> list[int]:  # at these numbers of Energon's
         return [at if share is None else share.sample(at) for at in range(start, stop)]
 
-    def _owed(self) -> Counter[tuple[int, int, int]]:
-        """What the worker has to give until the end of the epoch that it reads; see `_Worker.held`. A UserError if the
-        state does not add up, as one of another rank."""
-        offsets = [int(offset) for offset in self.loader.workers_slice_offsets[self.number]]
-        own, source = self._numbers(), self.worker.source
-        unread: list[int] = []
-        pending, reading = source["_pending_slice_indexes"], [each for each in source["_active_slice_state"] if each]
-        if pending is None and source["_pending_slices_offset"] is None and not reading:
-            unread.extend(own)  # between two epochs
-        for slice_state in reading:
-            at = slice_state.index
-            if not (at + 1 < len(offsets) and offsets[at] <= slice_state.current <= offsets[at + 1]):
-                raise self._wrong()
-            unread += self._samples(slice_state.current, offsets[at + 1])
-        for at in pending or ():
-            if at + 1 >= len(offsets):
-                raise self._wrong()
-            unread += self._samples(offsets[at], offsets[at + 1])
-        inside = {number for number, _, _ in self.worker.held} <= set(own)
-        if not inside or len(unread) + source["_epoch_sample_count"] != len(own):
-            raise self._wrong()
-        owed = Counter((number, 0, ALL) for number in unread)
-        owed.update(self.worker.held)
-        return owed
-
-    def _wrong(self) -> UserError:
-        return UserError(
-            f"the state of worker {self.number} of rank {self.rank} does not fit the part of the data set that this "
-            "worker reads; give the states in the order of the ranks, and the data set as it was"
-        )
+    own = samples(offsets[0], offsets[-1]) if offsets else []
+    unread: list[int] = []
+    pending, reading = source["_pending_slice_indexes"], [each for each in source["_active_slice_state"] if each]
+    if pending is None and source["_pending_slices_offset"] is None and not reading:
+        unread.extend(own)  # between two epochs
+    for slice_state in reading:
+        at = slice_state.index
+        if not (at + 1 < len(offsets) and offsets[at] <= slice_state.current <= offsets[at + 1]):
+            raise wrong
+        unread += samples(slice_state.current, offsets[at + 1])
+    for at in pending or ():
+        if at + 1 >= len(offsets):
+            raise wrong
+        unread += samples(offsets[at], offsets[at + 1])
+    inside = {number for number, _, _ in worker.held} <= set(own)
+    if not inside or len(unread) + source["_epoch_sample_count"] != len(own):
+        raise wrong
+    owed = Counter((number, 0, ALL) for number in unread)
+    owed.update(worker.held)
+    return own, owed
 
 
 def _nodes(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -75,8 +75,7 @@ def _shared_loader(config: Any, *, world_size: int = 1, evaluation: int | None =
         what = f"{config.data.path or 'data.path'} is no plan, which knows all lengths before samples are read"
         raise ConfigError(f"parallel.context_parallel is dynamic, but {what}; plan, or set a number.")
     plan, training = Plan.open(config.data.path), config.training
-    batch = training.global_batch_size if evaluation is None else training.eval_global_batch_size
-    batch = batch or training.global_batch_size
+    batch = (evaluation is not None and training.eval_global_batch_size) or training.global_batch_size
     if batch == 1:
         what = "ranks share the samples of so many packs of the plan; set the run's"
         raise ConfigError(f"training.global_batch_size is 1: {what}.")
@@ -285,17 +284,14 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
     dropped: list[Any] = []
     made, ended = 0, False
     while made < most:
-        while not ended and len(held) < dataset.window:
-            sample = next(source, None)
-            ended = sample is None
-            if sample is None:
-                continue
+        while len(held) < dataset.window and (sample := next(source, None)) is not None:
             ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
                 account_for(sample, ledger)
                 dropped.append(sample.__restore_key__)
             else:
                 held.append(sample)
+        ended = len(held) < dataset.window
         if not held:
             break
         chosen = set(encoder.select_pack(held, ended))

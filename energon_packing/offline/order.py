@@ -210,8 +210,7 @@ def _groups(ascending: np.ndarray, group: int, random: np.random.Generator) -> n
     if count == 0:
         return np.zeros((0, group), dtype=np.int64)
     blocks = max(1, round(count / BLOCK))
-    sizes = np.full(blocks, count // blocks)
-    sizes[: count % blocks] += 1
+    sizes = [part.size for part in np.array_split(np.arange(count), blocks)]
     # Of each `count` neighbours in cost, every block gets as many as it has groups.
     labels = np.tile(np.repeat(np.arange(blocks), sizes), (group, 1))
     labels = random.permuted(labels, axis=1).ravel()
@@ -243,15 +242,11 @@ def _factors(number: int) -> list[int]:
 
 def _level_order(means: np.ndarray, target: float, random: np.random.Generator) -> np.ndarray:
     """The order of groups, block by block, whose walk stays within half of `SHARE` of `RUN` steps."""
-    count = means.size
-    blocks = max(1, round(count / BLOCK))
-    bound = SHARE / 2 * RUN
     order: list[np.ndarray] = []
     walked = 0.0
-    for part in np.array_split(np.arange(count), blocks):
+    for part in np.array_split(np.arange(means.size), max(1, round(means.size / BLOCK))):
         steps = means[part] / target - 1.0
-        chosen = _drawn(steps, walked, bound, random)
-        order.append(part[chosen])
+        order.append(part[_drawn(steps, walked, SHARE / 2 * RUN, random)])
         walked += float(steps.sum())
     return np.concatenate(order)
 

@@ -238,7 +238,7 @@ class PlannedSource:
         self._part = SourcePart(shards=(), **{name: getattr(dataset, name) for name in OF_PART})
         self._compared: set[int] = set()
         self._media_compared: set[int] = set()
-        self._media_index: ShardIndex | None = None
+        self._media_index = functools.cache(functools.partial(ShardIndex, self._media_root))
 
     def places(self, planned: PlannedSample) -> list[Place]:
         """Of the record and the media of a sample; at shards that were not compared, it is looked ahead."""
@@ -284,9 +284,7 @@ class PlannedSource:
             raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
 
     def _metadata(self, key: str, name: str) -> Any:
-        if self._media_index is None:
-            self._media_index = ShardIndex(self._media_root)
-        return self._media_index.media_metadata(key + name if name.startswith(".") else name)
+        return self._media_index().media_metadata(key + name if name.startswith(".") else name)
 
 
 class PlannedPacks(PositionedPacks):

@@ -179,16 +179,6 @@ class PlanFacts:
         held = {dataset.split for dataset in self.datasets}
         return {dataset.asked for dataset in self.datasets} - {""} or (held if len(held) == 1 else set())
 
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of its rows."""
-        return rows_schema(self.kind, self.decided)
-
-    @property
-    def token_cost(self) -> float:
-        """Cost of a token without attention; 0 in plans that were not made for dynamic context parallelism."""
-        return float(self.decided.get("token_cost", 0))
-
     def roots(self, *, records: bool) -> list[str]:
         """Directories and addresses that reading the plan's rows needs: of the media that they show, or with `records`
         of the records and of all media that these name, which may be cut off. Plans of before do not count rows; their
@@ -243,10 +233,8 @@ class PlanFacts:
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back, and raises KeyError, TypeError or ValueError for others."""
         if not self.parts:
-            return {
-                "format": FORMAT,
-                **{name: value for name, value in asdict(self).items() if name not in ("parts", "sources")},
-            }
+            said = {name: value for name, value in asdict(self).items() if name not in ("parts", "sources")}
+            return {"format": FORMAT, **said}
         short = [replace(each, shards=(), media_shards=(), media_states=()) for each in self.datasets]
         counts = [[len(getattr(each, name)) for name in OF_SHARDS] for each in self.datasets]
         return {"format": FORMAT, **asdict(replace(self, datasets=tuple(short))), "shards": counts}
@@ -389,6 +377,10 @@ class Plan:
         self.path = path
         self.facts = facts
         self._firsts = [part.first for part in facts.parts] or [0]
+        parts = ((part_path(path, at), part.bytes, f'"digest": "{part.digest}"') for at, part in enumerate(facts.parts))
+        # Of each file its bytes, if they are known, and what its metadata have. Not all of those of a whole plan are
+        # parsed: they may name 100,000 shards.
+        self._files: list[tuple[Path, int | None, str]] = [*parts] or [(path, None, f'"id": "{facts.id}"')]
         self._opened = functools.lru_cache(maxsize=OPEN)(self._opened_part)
         self._group = functools.lru_cache(maxsize=CACHED)(self._group_of)
         self._numbers = functools.lru_cache(maxsize=4 * CACHED)(self._numbers_of)
@@ -515,7 +507,8 @@ class Plan:
         table = self._read(group, None)
         try:
             names = table.schema.names
-            schema = pa.schema([each for each in self.facts.schema if each.name in names or each.name not in COSTS])
+            fields = rows_schema(self.facts.kind, self.facts.decided)
+            schema = pa.schema([each for each in fields if each.name in names or each.name not in COSTS])
             wrong = wrong_rows(table.cast(schema), self.facts.datasets, group.first, group.stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
@@ -525,25 +518,23 @@ class Plan:
 
     def _opened_part(self, number: int) -> tuple[pq.ParquetFile, tuple[int, ...]]:
         """A file, and the first pack of each of its row groups."""
-        part = self.facts.parts[number] if self.facts.parts else None
-        path = self.path if part is None else part_path(self.path, number)
-        file = parquet_file(path, size=None if part is None else part.bytes, page_checksum_verification=True)
+        path, size, mark = self._files[number]
+        file = parquet_file(path, size=size, page_checksum_verification=True)
         known = (file.schema_arrow.metadata or {}).get(METADATA, b"")
-        # Not all of the metadata of a whole plan are parsed: they may name 100,000 shards.
-        if (f'"id": "{self.facts.id}"' if part is None else f'"digest": "{part.digest}"').encode() not in known:
+        if mark.encode() not in known:
             fix = f"bring back the plan {self.facts.id}, or start again"
             raise UserError(f"{shown(path)} was replaced by another plan since this run began; {fix}.")
-        if part is None:
+        if not self.facts.parts:
             return file, self.facts.row_groups
         firsts = read_as(tuple[Count, ...], json.loads(known)["row_groups"])
         end = (*self._firsts[number + 1 :], len(self))[0]
         ascends = all(first < stop for first, stop in pairwise((*firsts, end)))
-        if firsts[:1] != (part.first,) or not ascends or len(firsts) != file.num_row_groups:
+        if firsts[:1] != (self._firsts[number],) or not ascends or len(firsts) != file.num_row_groups:
             raise ValueError("its row groups do not hold its packs")
         return file, firsts
 
     def _again[Value](self, part: int, read: Callable[[], Value]) -> Value:
-        path = part_path(self.path, part) if self.facts.parts else self.path
+        path, *_ = self._files[part]
         try:
             return read_again(path, read, self._opened.cache_clear)
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
@@ -551,21 +542,17 @@ class Plan:
 
     def _read(self, group: Group, columns: list[str] | None) -> pa.Table:
         # Without threads: a loader's worker is a fork, and has a core of its own.
-        def read() -> pa.Table:
-            return self._opened(group.part)[0].read_row_group(group.number, columns=columns, use_threads=False)
-
-        return self._again(group.part, read)
+        how: dict[str, Any] = {"columns": columns, "use_threads": False}
+        return self._again(group.part, lambda: self._opened(group.part)[0].read_row_group(group.number, **how))
 
 
 def _stored_datasets(path: Path, facts: PlanFacts, counts: Sequence[Sequence[int]]) -> tuple[IndexedDataset, ...]:
     """The data sets of a plan in bands, with the shards that its own file has."""
-    ends = np.cumsum([0, *(count for own in counts for count in own)]).tolist()
+    ends = np.cumsum([0, *itertools.chain.from_iterable(counts)]).tolist()
     spans = itertools.starmap(range, pairwise(ends))
-    of, found = (path, facts.id, ends[-1]), []
-    for each, _ in zip(facts.datasets, counts, strict=True):
-        lists: dict[str, Any] = {name: _Stored(of, next(spans), name == "shards") for name in OF_SHARDS}
-        found.append(replace(each, **lists))
-    return tuple(found)
+    stored: Any = functools.partial(_Stored, (path, facts.id, ends[-1]))
+    pairs = zip(facts.datasets, counts, strict=True)
+    return tuple(replace(it, **{name: stored(next(spans), name == "shards") for name in OF_SHARDS}) for it, _ in pairs)
 
 
 def _sample(row: Mapping[str, Any]) -> PlannedSample:

@@ -12,7 +12,7 @@ import os.path
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, starmap
 from pathlib import Path
@@ -48,7 +48,7 @@ from energon_packing.packing.online import sliding_packs
 from energon_packing.packing.partition import PackGroups, check_groups, lower_bound
 from energon_packing.packing.policies.best_fit import pack_limited
 from energon_packing.packing.whole_list import dealt, pack_lengths_flat, within_padding
-from energon_packing.remote_files import check_remote, exists, file_size, listed, remote_address, remove, shown
+from energon_packing.remote_files import check_remote, exists, file_size, names_in, remote_address, remove, shown
 from energon_packing.sample_kind import AnyRun, kind_of_config
 
 FEW, SLIDING = 100, 256
@@ -210,17 +210,13 @@ def _packed_part(
     blend: Blend, part: Part, drawn: AllSamples | Band, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
-    rows, counts, bound = [], [], 0
+    made = [(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)]
     for group in sorted(blend.groups):
-        found = blend.rows(part, group, drawn.of_dataset)
-        if found.size == 0:
-            continue
-        packs, least = packs_of(drawn.samples.sizes.take(found), limits, config, found)
-        rows.append(found[packs.order])
-        counts.append(np.diff(packs.offsets))
-        bound += least
-    empty = np.zeros(0, dtype=np.int64)
-    return np.concatenate([*rows, empty]), np.concatenate([*counts, empty]), bound
+        if (found := blend.rows(part, group, drawn.of_dataset)).size:
+            packs, bound = packs_of(drawn.samples.sizes.take(found), limits, config, found)
+            made.append((found[packs.order], np.diff(packs.offsets), bound))
+    rows, counts, bounds = zip(*made, strict=True)
+    return np.concatenate(rows), np.concatenate(counts), sum(bounds)
 
 
 ALL = 1 << 30  # no sample is divided into so many pieces
@@ -253,15 +249,15 @@ def rows_left(left: Left, sources: Sources, samples: Samples) -> np.ndarray:
     (dataset,) = sources.datasets
     if any(each.identity["index_uuid"] != left.uuid for each in dataset.shards):  # shards have the same names anywhere
         raise UserError(f"{dataset.path} in the index is another data set than the run's; measure the run's own")
-    first_source = {shard.name: int(start) for shard, start in zip(dataset.shards, sources.starts, strict=False)}
-    size = {shard.name: shard.samples for shard in dataset.shards}
+    pairs = zip(dataset.shards, sources.starts.tolist(), strict=False)
+    spans = {shard.name: range(start, start + shard.samples) for shard, start in pairs}
     rows: list[int] = []
     bounds = np.searchsorted(samples.source, np.arange(len(sources) + 1)).tolist()
     pieces = np.maximum(samples.piece, 0).tolist()
     for (shard, row, first, stop), times in sorted(left.samples.items()):
-        if row >= size.get(shard, 0):
+        if row >= len(spans.get(shard, ())):
             raise UserError(f"{dataset.path} has no sample {row} of {shard} in the index; measure the run's data set")
-        source = first_source[shard] + row
+        source = spans[shard][row]
         rows.extend(times * [at for at in range(bounds[source], bounds[source + 1]) if first <= pieces[at] < stop])
     return np.array(rows, dtype=np.int64)
 
@@ -290,33 +286,33 @@ def told_datasets(counted: Counted, blend: Blend) -> list[dict[str, Any]]:
 
 
 def figures_of(
-    sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: AnyRun, epoch: int = 0
+    sources: Sources, packs: OrderedPacks, limits: AnyLimits, config: AnyRun, epoch: int | None = None
 ) -> Counter[Any]:
-    """Sums over some packs, the first of which are of this epoch, by name; those of one data set by name and its
-    number; ``mix``, its tokens, by the number of the epoch or stage too."""
+    """Sums over some packs, by name; those of one data set by name and its number; ``mix``, its tokens, by the number
+    of the epoch or stage too, if that of the first packs is given."""
     samples, sizes = packs.samples, packs.samples.sizes
     times, amount = np.bincount(packs.order, minlength=len(samples)), samples.amounts(config.plan.weights_by)
     text = sizes.text_tokens  # clips have it, which all are media
     counted = {"rows": times, "rows_with_media": times * (sizes.patches > 0) if text is None else times}
     counted["reached"] = times * amount
-    owners = np.searchsorted(sources.ends_of(samples), packs.order, side="right")
+    ends, tokens = sources.ends_of(samples), sizes.tokens
     figures: Counter[Any] = Counter(
         rows=packs.order.size,
         packs=packs.costs.size,
         bound=packs.bound,
-        tokens=int(sizes.tokens[packs.order].sum()),
+        tokens=int(tokens[packs.order].sum()),
         aligned=int(limits.length_units(sizes)[packs.order].sum()) * limits.multiple,
         images=int(sizes.images[packs.order].sum(dtype=np.int64)),
         patches=int(sizes.patches[packs.order].sum()),
         text_tokens=0 if text is None else int(text[packs.order].sum(dtype=np.int64)),
     )
-    for number, part in enumerate(starmap(slice, pairwise([0, *sources.ends_of(samples)]))):
+    for number, part in enumerate(starmap(slice, pairwise([0, *ends]))):
         figures.update({(name, number): int(each[part].sum()) for name, each in counted.items()})
-    for at, (first, stop) in enumerate(pairwise([0, *packs.epoch_ends, packs.costs.size])):
-        held = slice(packs.offsets[first], packs.offsets[stop])
-        tokens = np.bincount(owners[held], sizes.tokens[packs.order[held]], minlength=len(sources.datasets))
-        for number, each in enumerate(tokens.tolist()):
-            figures["mix", at + epoch, number] += int(each)
+    epochs = [] if epoch is None else [0, *packs.epoch_ends, packs.costs.size]
+    for at, (first, stop) in enumerate(pairwise(epochs), epoch or 0):
+        rows = packs.order[packs.offsets[first] : packs.offsets[stop]]
+        mix = np.bincount(np.searchsorted(ends, rows, side="right"), tokens[rows], minlength=len(ends))
+        figures.update({("mix", at, number): int(each) for number, each in enumerate(mix.tolist())})
     return figures
 
 
@@ -518,19 +514,12 @@ def _check_free(out: Path, force: bool) -> None:
         raise UserError(f"{shown(out)} exists already; name another file, or replace it with --force.")
     if not remote_address(out) and not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
-    for name in _inside(out):  # other programs call their files part-0.parquet too
+    for name in names_in(out):  # other programs call their files part-0.parquet too
         foreign = name.startswith("part-") and not complete and read_metadata(out / name) is None
         if foreign or not _OURS.fullmatch(name):
             raise UserError(f"{shown(out)} is there and is no plan (it has {name}); name another file, or delete it.")
     for file in (out, drops_path(out)):
         remove_leftovers(out.parent, glob.escape(file.name))
-
-
-def _inside(out: Path) -> list[str]:
-    """The names of the files in the directory of a plan, the manifest before the parts."""
-    if (address := remote_address(out)) is not None:
-        return sorted(name for name, _ in listed(address))
-    return sorted(each.name for each in out.iterdir()) if out.is_dir() else []
 
 
 class _Made:
@@ -542,18 +531,20 @@ class _Made:
         self._figures, self._costs, self._ends = Counter[Any](), list[np.ndarray](), list[int]()
         self._parts: list[PlanPart] = []
         self._sharing: list[dict[str, Any]] | None = None
+        self._mixed = bool({"stages", "extends"} & {*decided, *decided["plan"]})
 
     def _add(self, packs: OrderedPacks) -> int:
         """Counts some packs, and returns the number of the first."""
         first, config, sources = self._figures["packs"], self._counted.config, self._counted.sources
-        self._figures.update(figures_of(sources, packs, self._limits, config, len(self._ends)))
+        epoch = len(self._ends) if self._mixed else None
+        self._figures.update(figures_of(sources, packs, self._limits, config, epoch))
         self._costs.append(packs.costs)
         self._ends += [first + end for end in packs.epoch_ends]
         if is_dynamic(config) and self._sharing is None:
             self._sharing = sharing_of(sources, packs, self._limits, config)
         return first
 
-    def _facts(self, held: Sequence[np.ndarray], row_groups: tuple[int, ...] = ()) -> PlanFacts:
+    def _facts(self, held: Sequence[Buffer], row_groups: tuple[int, ...] = ()) -> PlanFacts:
         counted, datasets = self._counted, self._counted.sources.datasets
         known: dict[str, Any] = {
             "fingerprint": dict(counted.sources.indexes[0].fingerprint),
@@ -569,7 +560,7 @@ class _Made:
         )
         if self._sharing is not None:
             summary["sharing"] = self._sharing
-        if {"stages", "extends"} & {*self._decided, *self._decided["plan"]}:  # the tokens of each data set, by stage
+        if self._mixed:  # the tokens of each data set, by stage
             numbers = range(len(datasets))
             tokens = [[self._figures["mix", at, number] for number in numbers] for at in range(len(self._ends))]
             summary["mix"] = [{"packs": end, "tokens": of} for end, of in zip(self._ends, tokens, strict=True)]
@@ -605,7 +596,7 @@ class _Made:
             self._out.unlink()
         if address is None:
             self._out.mkdir(exist_ok=True)
-        for name in filter(_OURS.fullmatch, _inside(self._out)):
+        for name in filter(_OURS.fullmatch, names_in(self._out)):  # the manifest before the parts
             (self._out / name).unlink() if address is None else remove(f"{address}/{name}")
 
     def band(self, packs: OrderedPacks, drawn: AllSamples | Band) -> None:
@@ -626,7 +617,7 @@ class _Made:
 
     def finish(self) -> tuple[PlanFacts, str]:
         """Completes the plan, and returns what it says and the digest of its rows and settings."""
-        facts = self._facts([digest_bytes(part.digest) for part in self._parts])
+        facts = self._facts([part.digest.encode() for part in self._parts])
         there = [file_size(plan_file.part_path(self._out, at)) for at in range(len(self._parts))]
         if there != [part.bytes for part in self._parts]:
             raise UserError(f"{shown(self._out)} was written by another command meanwhile; plan again.")
@@ -646,17 +637,12 @@ def write_sources(path: Path, facts: PlanFacts) -> str:
     return plan_file.sources_digest(table)
 
 
-def rows_digest(held: Sequence[np.ndarray]) -> str:
-    """SHA-256 of `OrderedPacks.held` of a band, hexadecimal."""
-    digest = hashlib.sha256()
-    for array in held:
-        digest.update(np.ascontiguousarray(array).data)
+def rows_digest(held: Sequence[Buffer], before: bytes = b"") -> str:
+    """SHA-256 of `OrderedPacks.held` of a band, after what is `before` them, hexadecimal."""
+    digest = hashlib.sha256(before)
+    for each in held:
+        digest.update(each)
     return digest.hexdigest()
-
-
-def digest_bytes(digest: str) -> np.ndarray:
-    """A band's `rows_digest` as `plan_id` takes it."""
-    return np.frombuffer(digest.encode(), np.uint8)
 
 
 def _check_set_aside(sources: Sources, without: set[str]) -> None:
@@ -741,12 +727,12 @@ def _decided(counted: Counted, limits: AnyLimits, left: Left | None) -> dict[str
 
 
 def plan_id(
-    known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[np.ndarray], *, resolved: bool = True
+    known: Mapping[str, Any], datasets: Sequence[IndexedDataset], rows: Sequence[Buffer], *, resolved: bool = True
 ) -> str:
     """The id of a plan, by the fields of `PlanFacts` that `OF_ID` names. Neither settings on which no pack depends nor
     where the shards are count: a state of one plan continues with its equal. ``rows`` are ``[packs + 1]`` int64, where
-    packs begin, and of each row its source in `Sources`, piece and sizes; of a plan in bands, `digest_bytes` of each.
-    In plans of before ``plan.datasets`` was not ``resolved``: its names counted."""
+    packs begin, and of each row its source in `Sources`, piece and sizes; of a plan in bands, the `rows_digest` of
+    each. In plans of before ``plan.datasets`` was not ``resolved``: its names counted."""
     planned, held = known["decided"]["plan"], dict(known)
     short = {os.path.basename(place) for each in datasets for place in each.names - {each.name}}
     if resolved:  # of names that change with the place, what they say
@@ -757,10 +743,7 @@ def plan_id(
             weights = stage_weights(datasets, config).tolist()
             named["stages"] = [[it.tokens, *each] for it, each in zip(config.stages, weights, strict=True)]
         held["decided"] = known["decided"] | {"plan": planned | named}
-    digest = hashlib.sha256(json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())
-    for array in rows:
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()[:32]
+    return rows_digest(rows, json.dumps([held, *map(_content, datasets)], sort_keys=True).encode())[:32]
 
 
 OF_ID = ("fingerprint", "decided", "packs", "samples", "max_data_parallel", "epoch_ends", "drops")

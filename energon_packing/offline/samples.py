@@ -4,7 +4,7 @@
 itself: a planner is given a function that measures it again.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,20 @@ class Sizes:
         """Twice ``[N]`` int64, as limits take them."""
         return self.length.astype(np.int64), self.second.astype(np.int64)
 
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Those that are there, in order."""
+        return {each.name: of for each in fields(self) if (of := getattr(self, each.name)) is not None}
+
     def take(self, indices: np.ndarray | slice) -> "Sizes":
         """The sizes of some of the samples."""
-        columns = ((each.name, getattr(self, each.name)) for each in fields(self))
-        taken: dict[str, Any] = {name: None if column is None else column[indices] for name, column in columns}
-        return Sizes(**taken)
+        return Sizes(**{name: column[indices] for name, column in self.columns.items()})
 
     def at(self, index: int) -> Size:
         """The sizes of one sample."""
-        length, second = int(self.length[index]), int(self.second[index])
-        rest = {each.name: int(of[index]) for each in fields(self)[2:] if (of := getattr(self, each.name)) is not None}
-        return Size(segment_lengths=(length, second) if second else (length,), **rest)
+        length, second, *rest = (int(column[index]) for column in self.columns.values())
+        more = dict(zip([*self.columns][2:], rest, strict=True))
+        return Size(segment_lengths=(length, second) if second else (length,), **more)
 
     def costs(self, limits: AnyLimits) -> dict[str, np.ndarray]:
         """For each limited name, what each sample costs, ``[N]`` int64."""
@@ -146,11 +149,6 @@ class Sources:
         """A shard by its number among those of all data sets, and its data set."""
         dataset = self.datasets[int(self.dataset[number])]
         return dataset, dataset.shards[int(self.shard[number])]
-
-    def tables(self, columns: Sequence[str], shards: range | None = None) -> Iterator[tuple[int, pa.Table]]:
-        """The rows of each shard, or of some in a row, with the number of its first source."""
-        for number in range(len(self.shard)) if shards is None else shards:
-            yield int(self.starts[number]), self.table(number, columns)
 
     def ends_of(self, samples: "Samples") -> list[int]:
         """For each data set, the number of rows of `samples` up to its end."""
@@ -301,7 +299,8 @@ def _read_sizes(sources: Sources, shards: range, types: Mapping[str, type]) -> t
     first, stop = sources.starts[[shards.start, shards.stop]].tolist()
     columns = {name: np.zeros(stop - first, of) for name, of in types.items()}
     bad: list[int] = []
-    for start, table in sources.tables([*columns, "reason"], shards):
+    for number, start in zip(shards, sources.starts[shards.start : shards.stop].tolist(), strict=True):
+        table = sources.table(number, [*columns, "reason"])
         for name, column in columns.items():
             column[start - first : start - first + table.num_rows] = table.column(name).to_numpy()
         bad.extend((np.flatnonzero(table.column("reason").is_valid().to_numpy()) + start).tolist())
@@ -364,10 +363,10 @@ def _measured_again(
 
 def of_pieces(like: Samples, pieces: list[_Kept]) -> Samples:
     """Pieces (source, number and sizes of each), with columns as in `like`, which has no rows."""
-    names = [each.name for each in fields(Sizes) if getattr(like.sizes, each.name) is not None]
-    rows = [(at, no, *(*it.segment_lengths, 0)[:2], *(getattr(it, key) for key in names[2:])) for at, no, it in pieces]
-    source, piece, *columns = np.array(rows, np.int64).reshape(-1, 2 + len(names)).T
-    sizes = {name: made.astype(getattr(like.sizes, name).dtype) for name, made in zip(names, columns, strict=True)}
+    held, more = like.sizes.columns, [*like.sizes.columns][2:]
+    rows = [(at, no, *(*it.segment_lengths, 0)[:2], *(getattr(it, name) for name in more)) for at, no, it in pieces]
+    source, piece, *columns = np.array(rows, np.int64).reshape(-1, 2 + len(held)).T
+    sizes = {name: made.astype(held[name].dtype) for name, made in zip(held, columns, strict=True)}
     return Samples(source=source, piece=piece.astype(np.int16), sizes=Sizes(**sizes))
 
 
@@ -376,8 +375,8 @@ def joined(*parts: Samples) -> Samples:
     kept = [each for each in parts if len(each)] or parts[:1]
     if len(kept) == 1:
         return kept[0]
-    names = [each.name for each in fields(Sizes) if getattr(kept[0].sizes, each.name) is not None]
-    columns = {name: np.concatenate([getattr(part.sizes, name) for part in kept]) for name in names}
+    held = [part.sizes.columns for part in kept]
+    columns = {name: np.concatenate([each[name] for each in held]) for name in held[0]}
     source, piece = (np.concatenate([getattr(part, name) for part in kept]) for name in ("source", "piece"))
     made = Samples(source=source, piece=piece, sizes=Sizes(**columns))
     return made if (np.diff(source) > 0).all() else made.take(np.lexsort((piece, source)))

@@ -41,22 +41,15 @@ def to_bytes(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> lis
     """Returns parts of a record, whose bytes follow each other; equal arguments make equal bytes. `values` are anything
     that JSON can express, `arrays` of the types `DTYPES`."""
     entries: list[tuple[str, str, list[int], int]] = []
-    offset = 0
+    held: list[bytes | memoryview] = []
     for name, array in arrays.items():
         if array.dtype.name not in DTYPES:
             raise TypeError(f"array {name} is {array.dtype}, which has no stored form")
-        offset = _aligned(offset)
-        entries.append((name, array.dtype.name, list(array.shape), offset))
-        offset += array.nbytes
+        entries.append((name, array.dtype.name, list(array.shape), sum(map(len, held))))
+        held += (memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)), bytes(-array.nbytes % _ALIGNMENT))
     header = json.dumps({"values": values, "arrays": entries}, sort_keys=True, separators=(",", ":")).encode()
-    start = _aligned(8 + len(header))
-    parts: list[bytes | memoryview] = [len(header).to_bytes(8, "little"), header, bytes(start - 8 - len(header))]
-    end = 0
-    for (*_, at), array in zip(entries, arrays.values(), strict=True):
-        parts += (bytes(at - end), memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
-        end = at + array.nbytes
-    parts.append(bytes(_aligned(end) - end))
-    return [part for part in parts if len(part)]
+    padding = bytes(-(8 + len(header)) % _ALIGNMENT)
+    return [part for part in (len(header).to_bytes(8, "little"), header, padding, *held) if len(part)]
 
 
 def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -71,7 +64,7 @@ def from_bytes(buffer: memoryview) -> tuple[dict[str, Any], dict[str, np.ndarray
         values, entries = header["values"], header["arrays"]
         if not isinstance(values, dict):
             raise TypeError("values are no mapping")
-        start = _aligned(8 + length)
+        start = -(-(8 + length) // _ALIGNMENT) * _ALIGNMENT
         return values, {str(name): _array(buffer, start, dtype, shape, at) for name, dtype, shape, at in entries}
     except DamagedBytes:
         raise
@@ -87,10 +80,6 @@ def _array(buffer: memoryview, start: int, dtype: str, shape: list[int], at: int
     if start + at + count * kind.itemsize > len(buffer):
         raise DamagedBytes(f"an array of {dtype} {shape} at {at} does not fit into {len(buffer)} bytes")
     return np.frombuffer(buffer, kind, count, start + at).reshape(shape)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 MAGIC = b"epacks02"

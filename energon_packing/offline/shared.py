@@ -54,7 +54,9 @@ class SharedPacks(PlannedPacks):
         super().__init__(plan, encoder, rank=rank)
         plan.hold(HELD)
         self._sizes = copy.copy(plan).sizes  # of a copy, since workers have the file of `plan`
-        if not plan.facts.token_cost:
+        # The cost of a token without attention, which only plans for dynamic context parallelism have.
+        self._token = float(plan.facts.decided.get("token_cost", 0))
+        if not self._token:
             fix = "plan again with parallel.context_parallel: dynamic"
             raise ConfigError(f"{plan.path} was made for a fixed context-parallel size; {fix}.")
         self.domain, self.batch = domain, batch
@@ -65,24 +67,19 @@ class SharedPacks(PlannedPacks):
         self.size, *_ = best_size(first, domain, int(plan.facts.decided["seq_length"]))
         facts = repr((domain, batch, self.size, sorted(encoder.limits.limited.items())))
         self.layout = hashlib.sha256(facts.encode()).hexdigest()[:12]
-        self._encoders = {size: self._encoder_of(size) for size in domain.sizes}
+        self._encoders = {size: copy.copy(encoder) for size in domain.sizes}
+        for size, each in self._encoders.items():  # assembles rows of so many ranks
+            each.multiple = domain.alignment(size)
+            each.packing = replace(each.packing, seq_length=size * domain.tokens)
         self.quarantined = self.left_out = quarantine(encoder.packing.ledger)  # of all ranks, see `SharedLoader.alike`
         # Of rows that another rank enters in the ledger.
         self._aside = Ledger(None, budget=1.0, name="", most_pending=1 << 62, quarantined=self.quarantined)
         self._aside.tells = False
 
-    def _encoder_of(self, size: int) -> Any:
-        """Assembles rows of so many ranks."""
-        encoder = copy.copy(self._encoder)
-        encoder.multiple = self.domain.alignment(size)
-        encoder.packing = replace(encoder.packing, seq_length=size * self.domain.tokens)
-        return encoder
-
     def _samples(self, numbers: Sequence[int]) -> tuple[StepSamples, list[tuple[int, int]]]:
         """The samples of some packs, and where each is in the plan."""
         table, places = self._sizes(numbers)
-        token, limits = self._plan.facts.token_cost, self._encoder.limits
-        found = step_samples(table, places[:, 1], self._groups, token, limits)
+        found = step_samples(table, places[:, 1], self._groups, self._token, self._encoder.limits)
         return found, [(at, place) for place, at in places.tolist()]
 
     def rows(self, position: int, stop: int | None = None) -> list[RowIndex]:

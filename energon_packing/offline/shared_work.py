@@ -17,7 +17,7 @@ from typing import Any
 from energon_packing.errors import UserError, refuse
 from energon_packing.executors.work import ExecutorConfig, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers, replacing, writing
-from energon_packing.remote_files import listed, remote_address
+from energon_packing.remote_files import names_in, remote_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +149,7 @@ def work_shared(
 
 def _absent(files: Sequence[Path]) -> int:
     """How many of some files are not there, from one list of each directory."""
-    names: dict[Path, set[str]] = {}
-    for directory in {path.parent for path in files}:
-        address = remote_address(directory)
-        here = next(os.walk(directory), ("", [], []))[2] if address is None else [name for name, _ in listed(address)]
-        names[directory] = {*here}
+    names = {directory: {*names_in(directory)} for directory in {path.parent for path in files}}
     return sum(path.name not in names[path.parent] for path in files)
 
 

@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -379,8 +379,7 @@ def source_parts(path: str | Path, split: str, kind: str = DEFAULT_KIND) -> list
     """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets, here or in an object
     store. Raises UserError: something is missing or damaged, or the samples are not of that kind."""
     with _described(path) as (description, there):
-        parts = _parts(description, remote_address(path) or os.path.abspath(path), split, kind)
-    return [replace(part, root=there(part.root), media_root=there(part.media_root)) for part in parts]
+        return _parts(description, there, remote_address(path) or os.path.abspath(path), split, kind)
 
 
 def kind_of_data(path: str | Path, split: str) -> str:
@@ -400,21 +399,21 @@ def _described(path: str | Path) -> Iterator[tuple[str, Callable[[str], str]]]:
         return
     with tempfile.TemporaryDirectory() as scratch:
         here = Path(scratch).resolve() / "data"
+        root = address.rpartition("/")[0] if address.endswith((".yaml", ".yml")) else address
+
+        def there(place: str) -> str:  # a metadataset may also name one of this machine
+            relative = os.path.relpath(place, here)
+            return place if relative.startswith("..") else root if relative == "." else f"{root}/{relative}"
+
         try:
-            yield str(describe(address, here)), functools.partial(_there, here=here, address=address)
+            yield str(describe(address, here)), there
         except UserError as error:
             raise UserError(str(error).replace(str(here), address)) from error
 
 
-def _there(path: str, here: Path, address: str) -> str:
-    """The address of a directory whose description was copied; a metadataset may also name one of this machine."""
-    root = address.rpartition("/")[0] if address.endswith((".yaml", ".yml")) else address
-    relative = os.path.relpath(path, here)
-    return path if relative.startswith("..") else root if relative == "." else f"{root}/{relative}"
-
-
-def _parts(path: str, named: str, split: str, kind: str) -> list[SourcePart]:
-    """The parts of a data set whose description is on this machine, at `path`; the user named it `named`."""
+def _parts(path: str, there: Callable[[str], str], named: str, split: str, kind: str) -> list[SourcePart]:
+    """The parts of a data set whose description is on this machine, at `path`, and which is `there`; the user named it
+    `named`."""
     looks = _looks(path, split)
     if not looks.whole:
         raise UserError(f"{path} is not on this machine; offline commands read shards by position from a local path")
@@ -437,8 +436,8 @@ def _parts(path: str, named: str, split: str, kind: str) -> list[SourcePart]:
             SourcePart(
                 path=named,
                 split=leaf.split,
-                root=os.path.abspath(leaf.path),
-                media_root=os.path.abspath(media),
+                root=there(os.path.abspath(leaf.path)),
+                media_root=there(os.path.abspath(media)),
                 shards=inspected.names,
                 subflavors=inspected.subflavors,
                 weight=leaf.weight,

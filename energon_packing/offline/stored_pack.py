@@ -263,21 +263,14 @@ class ConversationPacker(ShardPacker):
         measured = [self.planned.measured(each) for each in planned.samples]
         if self.facts.store == "tokens" and any(_segments(each)[0].plans for each in measured):
             return self._in_parts(planned, measured, media)
-        samples: list[StoredSample] = []
-        rendered: list[tuple[int, RenderedSample]] = []
-        for source, sample, made in zip(planned.samples, measured, self.rendered(measured), strict=True):
-            known = self._known(source, sample)
-            if isinstance(made, DroppedSample):
-                known = dataclasses.replace(known, segments=0, dropped=(made.reason, made.detail))
-            else:
-                rendered.append((len(samples), made))
-            samples.append(known)
-        order = [rendered[at] for at in self.encoder.arrange([made for _, made in rendered])] if rendered else []
+        made = self.rendered(measured)
+        places = [at for at, each in enumerate(made) if not isinstance(each, DroppedSample)]
+        order = [places[at] for at in self.encoder.arrange([made[at] for at in places])] if places else []
         return StoredPack(
-            samples=tuple(samples),
-            order=tuple(at for at, _ in order),
+            samples=tuple(map(self._known, planned.samples, measured, made)),
+            order=tuple(order),
             finished=True,
-            batch=self.encoder.pack_selected_samples([made for _, made in order]).batch if order else None,
+            batch=self.encoder.pack_selected_samples([made[at] for at in order]).batch if order else None,
         )
 
     def _in_parts(
@@ -303,18 +296,20 @@ class ConversationPacker(ShardPacker):
         batch = thd.assemble(joinable(rows, fields), extra_fields=fields, pad_token_id=encoder.pad_token_id)
         return StoredPack(samples=tuple(samples), order=tuple(range(len(samples))), finished=False, batch=batch)
 
-    def _known(self, source: PlannedSample, sample: MeasuredSample) -> StoredSample:
+    def _known(self, source: PlannedSample, sample: MeasuredSample, made: Any = None) -> StoredSample:
         cost, vision = source.cost, source.vision_cost
         if cost is None:  # of a plan of before
             vision, language = CONSTANTS.costs(sample.measured)
             cost = vision + language
+        dropped = (made.reason, made.detail) if isinstance(made, DroppedSample) else None
         return StoredSample(
             key=sample.__key__,
             dataset=source.dataset,
-            segments=len(_segments(sample)),
+            segments=0 if dropped else len(_segments(sample)),
             cost=cost,
             vision_cost=vision,
             changes=() if sample.measured is None else sample.measured.changes,
+            dropped=dropped,
             modality=sample.modality,
         )
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from energon_packing.offline.plan import (
     read_facts,
     sources_digest,
 )
-from energon_packing.offline.planner import OF_ID, digest_bytes, plan_id, rows_digest
+from energon_packing.offline.planner import OF_ID, plan_id, rows_digest
 from energon_packing.offline.shards import ShardFile
 from energon_packing.offline.shared_work import WorkersConfig, work_shared
 from energon_packing.offline.source import TarFiles
@@ -214,7 +214,7 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
     facts, digest = plan.facts, digest_of(read_facts(plan.path))
     starts = np.cumsum([0, *(shard.samples for each in facts.datasets for shard in each.shards)], dtype=np.int64)
     first = np.cumsum([0, *(len(each.shards) for each in facts.datasets)])
-    known, held = {name: getattr(facts, name) for name in OF_ID}, list[np.ndarray]()
+    known, held = {name: getattr(facts, name) for name in OF_ID}, list[Buffer]()
     ends = [*(part.first for part in facts.parts[1:]), len(plan)]
     for begin, end, part in zip([0, *ends], ends, facts.parts or [None], strict=False):
         content = digest if part is None else hashlib.sha256(part.digest.encode())
@@ -228,7 +228,7 @@ def check_rows(plan: Plan, drops: bool = True) -> None:
         if part is not None and (rows_digest(own), content.hexdigest()) != (part.digest, part.content):
             path = part_path(plan.path, facts.parts.index(part))
             raise UserError(f"{shown(path)} has other rows than were written; make the plan again.")
-        held += own if part is None else [digest_bytes(part.digest)]
+        held += own if part is None else [part.digest.encode()]
     if facts.id not in (plan_id(known, facts.datasets, held, resolved=each) for each in (False, True)):
         raise UserError(f"{shown(plan.path)} does not hold what its id {facts.id} stands for; make the plan again.")
     if facts.parts and sources_digest(plan.sources()) != facts.sources:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from energon_packing.config import EncoderConfig, to_mapping
 from energon_packing.offline.files import write_table
-from energon_packing.offline.index import MEDIA, SCHEMA, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import MEDIA, SCHEMA, Index, IndexedDataset, IndexedShard, rows_file
 
 SHARD, DISTINCT = 10_000, 1_000_000
 """Samples of a shard, and how many are drawn: shards of a larger index are links to the files of these."""
@@ -59,7 +59,7 @@ def write_index(directory: Path, samples: int, seed: int = 0, mix: Mix | None = 
         if number >= DISTINCT // SHARD and samples - number * SHARD >= SHARD:
             known = shards[number % (DISTINCT // SHARD)]
             shards.append(replace(known, name=f"shard_{number}.tar"))
-            os.link(directory / "mix" / known.file, directory / "mix" / shards[-1].file)
+            os.link(*(directory / "mix" / rows_file(each.name) for each in (known, shards[-1])))
             continue
         start = number * SHARD % DISTINCT
         stop = min(start + SHARD, start + samples - number * SHARD)
@@ -72,7 +72,7 @@ def write_index(directory: Path, samples: int, seed: int = 0, mix: Mix | None = 
             tokens=int(mix.length[start:stop].sum()),
             identity=identity,
         )
-        write_table(directory / "mix" / shard.file, SCHEMA, [table], {"identity": identity})
+        write_table(directory / "mix" / rows_file(shard.name), SCHEMA, [table], {"identity": identity})
         shards.append(shard)
     root = str(directory / "data")
     dataset = IndexedDataset(

@@ -509,7 +509,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a foreign line ends the report of a ledger",
         test=BORDERS + 'test_a_line_of_a_ledger_of_a_foreign_type_is_counted_and_left_out[{"pack": 1, "keys": 5}]',
         oracle="the lines",
-        edits=(("ledger.py", "if not _is_line(entry):", "if not entry:"),),
+        edits=(("ledger.py", "if not typed or (entry", "if not entry or (entry"),),
     ),
     Mutation(
         trap=109,

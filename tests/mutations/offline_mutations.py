@@ -734,7 +734,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a plan is not compared with the one that was opened when a worker reads it",
         test=LOADER + "test_a_plan_that_was_replaced_under_its_run_is_not_read_as_the_old_one[polylithic-0]",
         oracle="the packs of both plans",
-        edits=(("offline/plan.py", ").encode() not in known:", ') == "":'),),
+        edits=(("offline/plan.py", "if mark.encode() not in known:", 'if mark == "":'),),
     ),
     Mutation(
         trap=217,

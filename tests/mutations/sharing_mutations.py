@@ -69,9 +69,7 @@ SHARING_MUTATIONS: tuple[Mutation, ...] = (
         name="all rows are aligned for one rank",
         test=IN_ONE_ROW,
         oracle="`check_thd` with the multiple of the row's ranks",
-        edits=(
-            (SHARED, "encoder.multiple = self.domain.alignment(size)", "encoder.multiple = self.domain.alignment(1)"),
-        ),
+        edits=((SHARED, "each.multiple = domain.alignment(size)", "each.multiple = domain.alignment(1)"),),
     ),
     Mutation(
         trap=250,

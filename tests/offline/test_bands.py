@@ -34,7 +34,7 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as store
 from energon_packing.offline.packs import Passes
-from energon_packing.offline.plan import Plan, PlannedPack, copy_plan, drops_path, part_path
+from energon_packing.offline.plan import Plan, PlannedPack, copy_plan, drops_path, part_path, rows_schema
 from energon_packing.offline.planner import efficiency_of, make_plan
 from energon_packing.offline.samples import Remeasured, RowsOfShard
 from energon_packing.offline.verify import VerifyConfig, check_rows, verify
@@ -350,7 +350,7 @@ def test_rows_that_were_changed_are_found(tmp_path: Path, column: str) -> None:
     values[3] = values[3] + (1 if column == "length" else "x")
     at = groups[0].schema.get_field_index(column)
     groups[0] = groups[0].set_column(at, groups[0].schema.field(at), pa.array(values, groups[0].schema.field(at).type))
-    write_table(path, plan.facts.schema, groups, read_metadata(path) or {})
+    write_table(path, rows_schema(plan.facts.kind, plan.facts.decided), groups, read_metadata(path) or {})
     (found,) = verify(VerifyConfig(directory=plan.path)).findings
     assert "part-00001.parquet has other rows than were written" in found.what
 

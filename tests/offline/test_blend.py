@@ -17,7 +17,7 @@ from energon_packing.offline.files import write_table
 from energon_packing.offline.loader import planned_state
 from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.offline.packs import Passes
-from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.offline.plan import Plan, PlannedPack, rows_schema
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.verify import check_rows
 
@@ -241,7 +241,7 @@ def test_a_plan_has_to_suffice_from_where_the_run_continues(index: Path, tmp_pat
         {name: it for name, it in each.items() if name != "share_reached"} for each in short.facts.summary["datasets"]
     ]
     facts = replace(short.facts, summary=dict(short.facts.summary) | {"datasets": older})
-    write_table(Path(path), facts.schema, [pq.read_table(path)], facts.to_json())
+    write_table(Path(path), rows_schema(facts.kind, facts.decided), [pq.read_table(path)], facts.to_json())
     with pytest.raises(UserError, match=r"Start over with it: it has another order, .* would lose samples"):
         refuse_short_plan(path, at, 3)
 

@@ -29,13 +29,13 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import measure as measuring
 from energon_packing.offline.explain import changes
 from energon_packing.offline.files import read_metadata, write_table
-from energon_packing.offline.index import Index, IndexedShard
+from energon_packing.offline.index import Index, IndexedShard, rows_file
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader, open_together
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
 from energon_packing.offline.packs import SampleRemeasurer
-from energon_packing.offline.plan import Plan
+from energon_packing.offline.plan import Plan, rows_schema
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shared_work import work_shared
 from energon_packing.offline.verify import VerifyConfig, verify
@@ -283,7 +283,9 @@ def test_a_plan_of_several_splits_from_before_they_were_noted_is_refused(halves,
         measure(MeasureConfig(paths=(halves,), out=out, split=split, workers=0), run)
     facts = make_plan([out], run, plan, splits=["train", "val"])
     older = tuple(replace(each, asked="") for each in facts.datasets)
-    write_table(plan, facts.schema, [pq.read_table(plan)], replace(facts, datasets=older).to_json())
+    write_table(
+        plan, rows_schema(facts.kind, facts.decided), [pq.read_table(plan)], replace(facts, datasets=older).to_json()
+    )
     with pytest.raises(ConfigError, match="samples of several splits, of which its version did not note"):
         open_loader(run_of(plan))
     packed = pack_plan(PackConfig(plan=plan, out=tmp_path / "packed", workers=0))
@@ -509,8 +511,8 @@ def test_an_index_that_cannot_be_locked_is_a_sentence(dataset, run_of, tmp_path)
 def test_shards_of_like_names_have_files_of_their_own():
     names = ("a/b.tar", "a_b.tar", "a%2Fb.tar", "b.tar")
     shards = [IndexedShard(name=name, samples=0, dropped=0, tokens=0, identity={}) for name in names]
-    assert len({shard.file for shard in shards}) == len(names)
-    assert not any("/" in shard.file for shard in shards)
+    assert len({rows_file(shard.name) for shard in shards}) == len(names)
+    assert not any("/" in rows_file(shard.name) for shard in shards)
 
 
 def test_media_that_changed_are_measured_again_and_an_older_index_is_not(dataset, run_of, tmp_path, monkeypatch):
@@ -519,7 +521,7 @@ def test_media_that_changed_are_measured_again_and_an_older_index_is_not(dataset
     config = MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0)
     (part,) = measure(config, run).index.datasets
     shown = {
-        (part.media_shards[file["shard"]], shard.file)
+        (part.media_shards[file["shard"]], rows_file(shard.name))
         for shard in part.shards
         for row in Index.open(config.out).rows(part, shard).to_pylist()
         for file in row["media"] or ()

@@ -12,7 +12,7 @@ from test_planned_loader import digests, planned
 from energon_packing import remote_files
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import source as tar_files
-from energon_packing.offline.index import Index
+from energon_packing.offline.index import Index, rows_file
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -37,7 +37,7 @@ def shelf(dataset, tmp_path, monkeypatch):
 
 def rows_of(directory):
     (found,) = Index.open(directory).datasets
-    return [pq.read_table(directory / found.name / shard.file) for shard in found.shards]
+    return [pq.read_table(directory / found.name / rows_file(shard.name)) for shard in found.shards]
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import pyarrow as pa
 from energon_packing.config import EncoderConfig, to_mapping
 from energon_packing.offline.data_paths import INDEX_FILE
 from energon_packing.offline.files import write_table
-from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard, rows_file
 
 Row = dict[str, Any]
 
@@ -70,7 +70,7 @@ def made_index(
                 for at, each in enumerate(rows)
             ]
             table = pa.Table.from_pylist(full, schema=SCHEMA)
-            write_table(directory / name / shard.file, SCHEMA, [table], {"identity": identity})
+            write_table(directory / name / rows_file(shard.name), SCHEMA, [table], {"identity": identity})
             indexed.append(shard)
         made.append(
             IndexedDataset(

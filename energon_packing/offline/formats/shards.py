@@ -152,7 +152,7 @@ class ShardPacker(PackFormat):
                     "samples": samples,
                     "drops": drops,
                     "media_bytes": media.bytes if media else 0,
-                    "media_checksum": media.checksum if media else "",
+                    "media_checksum": media.digest.hexdigest() if media else "",
                 }
             )
         entry = self.found(number)
@@ -224,25 +224,19 @@ def _entry_of(shard: ShardFile, number: int) -> ShardEntry:
 
 
 class MediaCopy:
-    """Compressed media copied into one open file, each once."""
+    """Compressed media copied into one open file, each once; `bytes` and `digest` are those of the file."""
 
     def __init__(self, file: FileIO, files: TarFiles) -> None:
         self._file, self._files = file, files
-        self._digest = hashlib.sha256()
         self._places: dict[tuple[Path, int], int] = {}
-        self.bytes = 0
-
-    @property
-    def checksum(self) -> str:
-        """SHA-256 of the file."""
-        return self._digest.hexdigest()
+        self.bytes, self.digest = 0, hashlib.sha256()
 
     def add(self, tar: Path, offset: int, size: int) -> int:
         """Copies a file of a tar; returns its offset in the copy. Raises UserError: it cannot be read; OSError: it
         cannot be written."""
         if (tar, offset) not in self._places:
             data = memoryview(self._files.read(tar, offset, size))
-            self._digest.update(data)
+            self.digest.update(data)
             self._places[tar, offset] = self.bytes
             self.bytes += size
             while data:

@@ -22,6 +22,7 @@ from energon_packing.offline.planner import make_plan
 from energon_packing.packing.model_cost import ModelCost
 from energon_packing.report import advice
 from energon_packing.report.advice import Choice, Gpus, Packs, StepTime, choices, foretell
+from energon_packing.validate import recipes
 from energon_packing.validate.recipes import container_of_recipe
 
 RECIPES = {
@@ -29,6 +30,14 @@ RECIPES = {
     "bridge_configs.qwen3_vl:qwen3_vl_30b_a3b_sft": "64xh100",
     "bridge_configs.qwen3:qwen3_8b_sft": "8xa100",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def configurations_of_the_checkout():
+    """Of models, for a copy of the package that has none beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes, "SHIPPED", Path(__file__).parents[2] / "bridge_configs" / "hf")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ def test_what_is_proposed_passes_validate_and_is_faster_than_the_recipe(recipe, 
     assert told["resolved"]["gpu_memory_bytes"] == best["memory"]
     assert told["resolved"]["alignment_multiple"] == best["multiple"]
     assert told["resolved"]["micro_batches_per_step"] == best["micro_batches"]
-    assert best["memory"]["total"] <= 0.9 * 80e9
+    assert all(each["memory"]["total"] <= 0.9 * 80e9 for each in found["choices"])
     if own := found["own"]:  # 16 packs are too few for 32 replicas
         assert best["tokens"] * (1 - best["lost"]) >= own["tokens"] * (1 - own["lost"]) * 0.98
     hours = best["steps"] * best["step"] * count / 3600

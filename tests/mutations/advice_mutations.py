@@ -19,7 +19,7 @@ ADVICE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=277,
         name="what an estimate leaves out has no room on a GPU",
-        test=PROPOSED + "[bridge_configs.qwen3_vl:qwen3_vl_30b_a3b_sft]",
+        test=PROPOSED + "[bridge_configs.qwen25_vl:qwen25_vl_7b_sft]",
         oracle="the estimate of `validate`, and what published runs took beyond it",
         edits=((FILE, "<= ROOM * gpus.memory * GB]", "<= gpus.memory * GB]"),),
         needs_bridge=True,

@@ -283,7 +283,7 @@ def _advice(given: SimpleNamespace) -> None:
             rows.append((f"as it is: {own['layout']}", "", *_advised(own)))
         names = ("row", "tokens/s", "bubble", "waits", "GB", "GPU h", "price")
         Console().print(table(rows, left=("layout", "recomputes"), right=names, fold=False))
-        say(*advice.sentences(found), wrap=True)
+        say(*found["how"], wrap=True)
         print_warnings(found["warnings"])
         say("Proposed", style="bold")
         say(*(f"  {each}" for each in found["choices"][0]["overrides"]), style="green")

@@ -428,7 +428,7 @@ def advice_of(
     ``choices``, fastest first, and ``own``, the recipe as it is or None if the GPUs cannot share it so, as plain
     values; ``layouts`` that were tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of
     `StepTime`, whether they are ``measured``, and the largest ``error`` of such models; for an index the ``window``
-    that an online run needs, and its ``fill``; and ``warnings``. Raises UserError: no layout is left; there is no index
+    that an online run needs, and its ``fill``; ``how`` figures were made, and ``warnings``. Raises UserError: no layout is left; there is no index
     or plan, or it is of clips; metrics are of another recipe; ConfigError: the recipe cannot be read, or has another
     data set than ours."""
     source, known = run_source((recipe,), world_size=gpus.count), is_index(path) or is_plan(path)
@@ -512,7 +512,7 @@ def advice_of(
         window, fill = window_of(samples, of(shown[0][1]), seed=seed)
         report["choices"][0]["overrides"] += [f"dataset.packing.window={window}"] * (window != run.packing.window)
         report |= {"window": window, "fill": fill}
-    return report
+    return report | {"how": [*_how(report)]}
 
 
 def _uncompared(own: Choice, gpus: Gpus, kind: str, longest: int) -> list[str]:
@@ -558,7 +558,7 @@ def _told(found: Mapping[str, float], choice: Choice, packs: Packs, gpus: Gpus) 
     }
 
 
-def sentences(report: Mapping[str, Any]) -> Iterator[str]:
+def _how(report: Mapping[str, Any]) -> Iterator[str]:
     """How the figures of a report were made, and how wrong they may be."""
     gpus, best, own = report["gpus"], report["choices"][0], report["own"]
     large, broken = report["too_large"], sum(report["refused"].values())

@@ -1,4 +1,4 @@
-"""Advice beside published runs, Bridge's ``validate()``, formulas of Megatron's papers, and metrics of a run."""
+"""Advice (docs/advice.md) beside published runs, Bridge's ``validate()``, formulas of papers, and metrics of a run."""
 
 import json
 import os

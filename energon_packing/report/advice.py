@@ -428,9 +428,9 @@ def advice_of(
     ``choices``, fastest first, and ``own``, the recipe as it is or None if the GPUs cannot share it so, as plain
     values; ``layouts`` that were tried, ``too_large`` and, by rule, ``refused`` ones; ``scale`` and ``host`` of
     `StepTime`, whether they are ``measured``, and the largest ``error`` of such models; for an index the ``window``
-    that an online run needs, and its ``fill``; ``how`` figures were made, and ``warnings``. Raises UserError: no layout is left; there is no index
-    or plan, or it is of clips; metrics are of another recipe; ConfigError: the recipe cannot be read, or has another
-    data set than ours."""
+    that an online run needs, and its ``fill``; ``how`` figures were made, and ``warnings``. Raises UserError: no layout
+    is left; there is no index or plan, or it is of clips; metrics are of another recipe; ConfigError: the recipe cannot
+    be read, or has another data set than ours."""
     source, known = run_source((recipe,), world_size=gpus.count), is_index(path) or is_plan(path)
     refuse((not known, f"{path} is no index and no plan; make an index with `energon-packing measure`."))
     if not isinstance(source, ContainerRun):

@@ -216,7 +216,8 @@ def read_turns(
     for number, message in enumerate(messages):
         # Nearly all turns: text and a role, no other field, no media. `read_turn` would find nothing else in them.
         content: Any = message.get(content_field) if type(message) is dict and len(message) == 2 else None
-        role = record_fields.ROLE_OF_TEXT.get(str(message.get(role_field))) if type(content) is str else None
+        name = message.get(role_field) if type(content) is str else None
+        role = record_fields.ROLE_OF_TEXT.get(name) if type(name) is str else None
         if role and content and not content.isspace() and "<image>" not in content and "<video>" not in content:
             turns.append(Turn(role=role, parts=(content,)))
         else:

@@ -439,7 +439,12 @@ def advice_of(
         )
     from energon_packing.bridge.dataset import cost_of_run  # Bridge can be imported now
 
-    container, run = source.container, source.measured()[0]
+    container = source.container
+    other = (
+        f"{recipe} has a {type(container.dataset).__name__}; change its data set (`use_packed_data`, docs/bridge.md)."
+    )
+    refuse((not hasattr(container.dataset, "run_config"), other))
+    run = source.measured()[0]
     if (cost := cost_of_run(container)) is None:
         raise UserError(f"The layers of {type(container.model).__name__} are not known here: no advice for it.")
     multiple, warnings, samples = 0, list[str](), None

@@ -256,6 +256,13 @@ def test_a_mistake_is_one_sentence(words, said, index):
     assert "Traceback" not in found.output
 
 
+def test_a_recipe_of_bridge_needs_our_data_set(index):
+    recipe = "megatron.bridge.recipes.qwen:qwen3_8b_sft_config"
+    found = run("stats", index, "--advise", recipe, "--gpus", "8xh100")
+    said = f"{recipe} has a GPTSFTDatasetConfig; change its data set (`use_packed_data`"
+    assert (found.exit_code, said in " ".join(found.output.split())) == (2, True), found.output
+
+
 def test_gpus_may_be_described_in_full():
     found = Gpus.of("4XH100", "memory=94, price=2.5,node=4")
     assert (found.count, found.memory, found.price, found.node, found.tflops) == (4, 94, 2.5, 4, 989)

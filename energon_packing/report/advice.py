@@ -29,12 +29,12 @@ from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import Plan
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.model_cost import PARTS, ModelCost, model_cost
-from energon_packing.packing.pipeline import Layout, simulate, stage_costs
-from energon_packing.report.stats import NEGLIGIBLE_FILL, WINDOWS, Dealt
+from energon_packing.packing.pipeline import Layout, Timeline, simulate, stage_costs
+from energon_packing.report.stats import FEW, NEGLIGIBLE_FILL, NEGLIGIBLE_LOSS, SETTLED, WINDOWS, Dealt
 from energon_packing.report.stats_samples import StatsSamples, samples_of_index
 from energon_packing.report.steps import measured_steps
 from energon_packing.thd.alignment import alignment_multiple
-from energon_packing.validate.memory import GB, HUGGING_FACE_TOWER, Memory, memory_of
+from energon_packing.validate.memory import GB, Memory, memory_of
 from energon_packing.validate.recipes import embedding_rows, finalised
 from energon_packing.validate.rules.kernels import machine_of
 from energon_packing.validate.rules.rule import violations
@@ -47,23 +47,24 @@ GPUS: dict[str, tuple[float, ...]] = {
     "h200": (141, 989, 4.8, 450, 50, 8, 0.46),
     "b200": (180, 2250, 7.7, 900, 50, 8, 0.46),
     "gb200": (186, 2500, 8.0, 900, 50, 72, 0.46),
-    "l40s": (48, 362, 0.864, 32, 25, 8, 0.46),
+    "l40s": (45, 362, 0.864, 32, 25, 8, 0.46),
 }
-"""GPU -> memory in GB, dense bfloat16 TFLOP/s, TB/s of its memory, GB/s each way to a GPU of its node and to one of
+"""GPU -> memory in GiB, dense bfloat16 TFLOP/s, TB/s of its memory, GB/s each way to a GPU of its node and to one of
 another, and GPUs of a node: from NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, GB200 NVL72 and
 L40S (PCIe), halved where they count sparsity or both ways; between nodes, the network of the DGX that it is sold in.
 Then the share of the peak that dense layers reach, norms and all included, in the runs of `ERRORS`."""
 COMPARED = ("a100", "h100")  # of these, those with runs of dense models; the others are taken to be like an H100
 EXPERT, VISION, BYTES = 0.5, 0.7, 2
 """What experts and vision encoders reach of the share of dense layers; bytes of a number that is sent."""
+OWN_TOWERS = ("Qwen3VL", "Qwen35VL")  # beginnings of providers whose vision encoders are Bridge's
 HOST = 3.5e-4  # seconds in which the host launches the kernels of a layer, both ways: no layer takes less
-ERRORS = {"text": 0.17, "experts": 0.63, "images": 0.62}
-"""How wrong the seconds of a step were at most for published runs of dense text, with experts, with images, as
-``scripts/bench.py advice`` prints them; and 0.19 for ratios of layouts, scaled to one of them."""
+ERRORS = {"text": 0.11, "experts": 0.62, "images": 0.62}
+"""How wrong the seconds of a step are at most for the published runs on which ``reached`` and `EXPERT` were chosen, of
+dense text, with experts, with images: as ``scripts/bench.py advice`` prints them."""
 UNLIKELY = 3.0  # no published run took so many times as long as foretold by its products
-ROOM, FULL = 0.9, 0.8
-"""Share of a GPU's memory that an estimate may take: all but one of the same runs took 6 to 16 GiB more than it. And
-that of a row below which it is said that a limit ends rows."""
+SPARE, FULL = 12 << 30, 0.8
+"""Bytes of a GPU that an estimate leaves free: of the same runs four took 6 to 10 GiB more, one 16 and one less. Share
+of a row below which it is said that a limit ends rows."""
 MOST_SAMPLES, STEPS, REPLICAS, SHOWN = 20_000, 3, 8, 8
 """Samples that are packed, steps and replicas that are simulated, and layouts that are shown."""
 RECOMPUTED = ("granularity", "method", "num_layers")
@@ -140,49 +141,75 @@ class StepTime:
         and expert-parallel ranks send for them, which is taken to hide behind nothing."""
         model, peak = self.model, self.gpus.tflops * 1e12 * self.gpus.reached
         tensor, context, layers = model.tensor_model_parallel_size, model.context_parallel_size, model.num_layers
-        full, experts = model.recompute_granularity == "full", bool(model.num_moe_experts)
-        again = inner = 0.0
-        if model.recompute_granularity or experts:
-            forward = model_cost(model, frozen=PARTS)
-            assert forward is not None  # as the cost of the model is known
-            width = model.moe_ffn_hidden_size * model.moe_router_topk if experts else model.ffn_hidden_size
-            inside = 2 * (2 + model.gated_linear_unit) * model.hidden_size * width * layers
-            inner = inside / forward.language["tokens"]
-            again = {"full": forward.language["tokens"], "selective": inside}.get(
-                model.recompute_granularity or "", 0.0
-            )
-        slower = 1 + inner * (1 / EXPERT - 1) if experts else 1.0
-        seconds = (language + again * tokens) * slower / (tensor * context * peak)
-        # Gathered and scattered around attention, and a dense feed-forward part, in each pass; an all-reduce is both.
-        passes, stream = 6 if full else 4, BYTES * model.hidden_size * layers
-        sent = passes * (1 if experts else 2) * stream * (tensor - 1) / tensor / self.gpus.between(tensor)
-        sent += self._to_experts(passes * stream) if experts else 0.0
+        own, experts, forward = self.cost.language, bool(model.num_moe_experts), model_cost(model, frozen=PARTS)
+        assert forward is not None  # as the cost of the model is known
+        width = model.moe_ffn_hidden_size * model.moe_router_topk if experts else model.ffn_hidden_size
+        inner = 2 * (2 + model.gated_linear_unit) * model.hidden_size * width * layers  # of feed-forward parts, forward
+        # The share of layers that is computed again, whole, or inside of their feed-forward parts.
+        full = float(model.recompute_granularity == "full")
+        if full and model.recompute_method == "block":
+            full = min(model.recompute_num_layers * model.pipeline_model_parallel_size / layers, 1.0)
+        modules = {*(model.recompute_modules or ())} if model.recompute_granularity == "selective" else set()
+        some = full or float(("moe" if experts else "mlp") in modules)
+        again = full * forward.language["tokens"] / own["tokens"] * (language - own.get("logits", 0.0) * tokens)
+        again = again if full else some * inner * tokens
+        slower = 1 + inner / forward.language["tokens"] * (1 / EXPERT - 1) * experts
+        seconds = (language + again) * slower / (tensor * context * peak)
+        # Around attention and a dense feed-forward part, activations are all-reduced, or gathered and scattered, which
+        # is the same; what sequence parallelism gathers once more for weights overlaps with their products.
+        stream = BYTES * model.hidden_size * layers
+        reduced = 4 + 2 * full + (0 if experts else 4 + 2 * some)
+        sent = reduced * stream * (tensor - 1) / tensor / self.gpus.between(tensor)
+        sent += self._to_experts((4 + 2 * some) * stream) if experts else 0.0
         # Keys and values pass all ranks of a ring, in the backward pass with their gradients.
         groups = max(model.num_query_groups or model.num_attention_heads, tensor) / tensor
-        ring = 3 * 2 * BYTES * groups * model.kv_channels * layers * (context - 1)
+        ring = (3 + full) * 2 * BYTES * groups * model.kv_channels * layers * (context - 1)
         sent += ring / self.gpus.between(context, tensor, single=True)
         seconds = np.maximum(self.scale * (seconds + sent * tokens / context), self.host * layers)
-        ours = type(model).__name__ != HUGGING_FACE_TOWER
-        parts = (tensor if ours else 1) * (context if getattr(model, "vision_dp_when_cp", False) else 1)
-        towers = vision * (4 / 3 if full and ours else 1) / (VISION * peak * parts)
-        return np.stack([self.scale * towers, seconds], axis=1)
+        return np.stack([self.scale * self._towers(vision, peak), seconds], axis=1)
+
+    def _towers(self, vision: np.ndarray, peak: float) -> np.ndarray:
+        """Seconds of vision encoders. Bridge's own are spread over tensor ranks, Hugging Face's are whole on each."""
+        model, tower, trained = self.model, getattr(self.model, "vision_config", None), 1.0
+        spread = type(model).__name__.startswith(OWN_TOWERS)
+        trained = 0.0 if getattr(model, "freeze_vision_model", False) else 1.0
+        tensor = model.tensor_model_parallel_size if spread else 1
+        again = trained * (spread and model.recompute_granularity == "full")
+        seconds = vision * (1 + again / 3) / (VISION * peak * tensor)
+        if tensor > 1 and tower is not None:  # all-reduced twice in each layer and pass
+            sent = (4 + 4 * trained + 4 * again) * BYTES * tower.hidden_size * tower.depth * (tensor - 1) / tensor
+            seconds += vision / self.cost.vision["patches"] * sent / self.gpus.between(tensor)
+        return seconds / (model.context_parallel_size if getattr(model, "vision_dp_when_cp", False) else 1)
 
     def _to_experts(self, stream: float) -> float:
-        """Seconds per token of a rank for ``stream`` bytes to each of its experts' ranks, once to each other node."""
-        model, node = self.model, self.gpus.node
-        ranks, most = model.expert_model_parallel_size, min(model.moe_router_topk, model.expert_model_parallel_size)
-        away = min(most, ranks // node) * (1 - node / ranks) if ranks > node else 0.0
+        """Seconds per token of a rank for ``stream`` bytes to each of its experts and back; a flexible dispatcher sends
+        them once to each rank, and once to each other node."""
+        model, node, ranks = self.model, self.gpus.node, self.model.expert_model_parallel_size
+        near, away = min(node, ranks) - 1, max(ranks - node, 0)
+        copies, far = model.moe_router_topk, model.moe_router_topk
+        if model.moe_token_dispatcher_type == "flex":
+            copies, far = min(copies, ranks), min(far, max(ranks // node, 1))
         spread = model.tensor_model_parallel_size if model.sequence_parallel else 1
-        return stream * (most * (ranks - 1) / ranks / self.gpus.link + away / self.gpus.network) / 1e9 / spread
+        links = copies * near / self.gpus.link + far * away / self.gpus.network
+        return stream * links / ranks / 1e9 / spread
 
     def after(self, memory: Memory, backward: float, *, spread: bool, overlaps: bool) -> float:
-        """Seconds of a step after its packs: gradients are summed over replicas, behind the last ``backward`` pass if
-        that ``overlaps``, the optimizer reads and writes its state, and weights are gathered if it is ``spread``."""
-        tensor = self.model.tensor_model_parallel_size
-        ranks = self.world // (tensor * self.model.pipeline_model_parallel_size)
-        sent = (memory.gradients * (1 if spread else 2) + memory.weights * spread) * (ranks - 1) / ranks
+        """Seconds of a step after its packs: gradients are summed over replicas, those of experts over their own ones,
+        behind the last ``backward`` pass if that ``overlaps``; the optimizer reads and writes its state; and what it
+        trains, 2 bytes for 4 of gradients, is gathered if it is ``spread``."""
+        model, tensor = self.model, self.model.tensor_model_parallel_size
+        stages, inside, share = model.pipeline_model_parallel_size, 1, 0.0
+        if model.num_moe_experts:
+            inside = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or 1)
+            held = 3 * model.hidden_size * model.moe_ffn_hidden_size * model.num_moe_experts * model.num_layers
+            share = min(BYTES * held / (stages * inside) / memory.weights, 1.0)
+        sent = memory.gradients * (1.5 if spread else 2)
+        sending = 0.0
+        for part, stride in ((1 - share, tensor), (share, inside)):
+            ranks = self.world // (stages * stride)
+            sending += part * sent * (ranks - 1) / ranks / self.gpus.between(ranks, stride)
         states = (2 * memory.optimizer + 2 * memory.gradients + memory.weights) / self.gpus.bandwidth / 1e12
-        return max(sent / self.gpus.between(ranks, tensor) - overlaps * backward, 0.0) + states
+        return max(sending - overlaps * backward, 0.0) + states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,11 +227,12 @@ class Packs:
 def packs_of_index(samples: StatsSamples, run: RunConfig, cost: ModelCost, *, seed: int) -> Packs:
     """Packs of the samples of an index, or of `MOST_SAMPLES` drawn from it, as a plan makes them. Raises ConfigError:
     no sample fits a row."""
-    dealt, random = Dealt(dataclasses.replace(samples, remeasure=None), run), np.random.default_rng(seed)
-    multiple, kept = run.parallel.multiple, dealt.kept.sizes
-    refuse((not len(kept), f"No sample fits a row of {run.packing.seq_length} tokens; give another --seq-length."))
-    chosen = random.permutation(len(kept))[:MOST_SAMPLES]
-    sizes, packs = kept.take(chosen), [*dealt.packs(chosen, None, steady=False, once=True)]
+    dealt, multiple = Dealt(dataclasses.replace(samples, remeasure=None), run), run.parallel.multiple
+    refuse(
+        (not len(dealt.kept), f"No sample fits a row of {run.packing.seq_length} tokens; give another --seq-length.")
+    )
+    chosen = _drawn(dealt, seed)
+    sizes, packs = dealt.kept.sizes.take(chosen), [*dealt.packs(chosen, None, steady=False, once=dealt.alike)]
     aligned = [-(-each // multiple) * multiple for each in (sizes.length, sizes.second)]
     costs = cost.costs(dataclasses.replace(sizes, length=aligned[0], second=aligned[1]))
     starts = np.cumsum([0, *map(len, packs[:-1])])
@@ -214,16 +242,29 @@ def packs_of_index(samples: StatsSamples, run: RunConfig, cost: ModelCost, *, se
     return Packs(operations=operations, tokens=tokens, aligned=padded, lost=lost, epoch=dealt.tokens)
 
 
-def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int, float]:
-    """The smallest window, of the run's and `WINDOWS`, that fills rows as those of the others do, and its fill."""
-    dealt, random = Dealt(dataclasses.replace(samples, remeasure=None), run), np.random.default_rng(seed)
-    stream, fills = random.permutation(len(dealt.kept))[:MOST_SAMPLES], dict[int, float]()
+def _drawn(dealt: Dealt, seed: int) -> np.ndarray:
+    """Numbers of at most `MOST_SAMPLES` samples that fit a row, in random order; by weights, if there are any."""
+    random, count, share = np.random.default_rng(seed), len(dealt.kept), dealt.share[dealt.kept.source]
+    return (
+        random.permutation(count)[:MOST_SAMPLES]
+        if dealt.alike
+        else random.choice(count, MOST_SAMPLES, p=share / share.sum())
+    )
+
+
+def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int, float] | None:
+    """The smallest window, of the run's and `WINDOWS`, that fills rows as those of the others do, and its fill; None if
+    there are too few samples to say so."""
+    dealt, fills = Dealt(dataclasses.replace(samples, remeasure=None), run), dict[int, float]()
+    stream = _drawn(dealt, seed)
     for window in sorted({run.packing.window, *WINDOWS}):
-        packs = [*dealt.packs(stream, window, steady=True, once=True)] or [np.arange(len(stream))]
-        tokens = dealt.tokens_of[stream[np.concatenate(packs)]].sum()
-        fills[window] = float(tokens / (len(packs) * run.packing.seq_length))
-    most = max(fills.values()) - NEGLIGIBLE_FILL
-    return next(each for each in fills.items() if each[1] >= most)
+        packs = [*dealt.packs(stream, window, steady=True, once=dealt.alike)]
+        packs = packs[np.searchsorted(np.cumsum([0, *map(len, packs)]), SETTLED * window) :]
+        if len(packs) >= FEW:
+            tokens = dealt.tokens_of[stream[np.concatenate(packs)]].sum()
+            fills[window] = float(tokens / (len(packs) * run.packing.seq_length))
+    most = max(fills.values(), default=0.0) - NEGLIGIBLE_FILL
+    return next((each for each in fills.items() if each[1] >= most), None)
 
 
 def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
@@ -288,6 +329,17 @@ class Choice:
         """Data-parallel ones."""
         return max(1, self.gpus // self.ranks)
 
+    def fits(self, largest: float, own: "Choice") -> bool:
+        """Whether a step needs no more than so many bytes of a GPU; where they are not known, whether it divides the
+        model as its `own` recipe does or more, and recomputes as much."""
+        if self.memory is not None:
+            return self.memory.total <= largest
+        kinds = ("tensor_model", "pipeline_model", "expert_model", "context")
+        less = [
+            getattr(self.model, f"{kind}_parallel_size") < getattr(own.model, f"{kind}_parallel_size") for kind in kinds
+        ]
+        return not any(less) and self.row <= own.row and not any("recompute" in path for path in self.settings)
+
     @property
     def row(self) -> int:
         """Tokens of a row."""
@@ -339,14 +391,12 @@ def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]
     about as many tokens in a global batch as the recipe has, and one row at a time."""
     model, experts = container.model, container.model.num_moe_experts
     tokens = container.train.global_batch_size * model.seq_length
-    powers = [1 << at for at in range(gpus.count.bit_length())]
+    sizes = [each for each in range(1, gpus.count + 1) if gpus.count % each == 0]
     heads = int(np.gcd(model.num_attention_heads, model.num_query_groups or model.num_attention_heads))
-    tensors = [(each, both) for each in powers if each <= gpus.node and heads % each == 0 for both in {False, each > 1}]
-    stages = [each for each in powers if model.num_layers % each == 0]
-    spreads = [each for each in powers if experts % each == 0] if experts else [1]
-    for (tensor, sequence), stage, context, spread, again, row in product(
-        tensors, stages, powers, spreads, AGAIN, rows
-    ):
+    tensors = [(each, both) for each in sizes if each <= gpus.node and heads % each == 0 for both in {False, each > 1}]
+    stages = [each for each in sizes if model.num_layers % each == 0]
+    spreads = [each for each in sizes if experts % each == 0] if experts else [1]
+    for (tensor, sequence), stage, context, spread, again, row in product(tensors, stages, sizes, spreads, AGAIN, rows):
         replicas, left = divmod(gpus.count, tensor * stage * context)
         count = max(1, round(tokens / row / max(replicas, 1))) * replicas
         inside = spread * (model.expert_tensor_parallel_size or 1)
@@ -371,6 +421,15 @@ def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]
             yield choice
 
 
+def _staged(seconds: np.ndarray, choice: Choice, cost: ModelCost) -> Timeline:
+    """One replica's step of packs that take `seconds` ``[M, 2]``; the head is in the last stage."""
+    head = seconds[:, 1] * cost.language.get("logits", 0.0) / (cost.token * cost.unit) / 3
+    forward, backward = stage_costs(seconds - np.stack([0 * head, 3 * head], axis=1), choice.stages)
+    forward[:, -1] += head
+    backward[:, -1] += 2 * head
+    return simulate(forward, backward, choice.stages)
+
+
 def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> dict[str, float]:
     """Simulates steps of a layout, whose replicas take packs in turn: in their order, or in that of a plan for them.
     Replicas are a part of all, at equal distances. Returns seconds of a ``step``, real ``tokens`` per second of all
@@ -388,8 +447,8 @@ def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> 
     own = np.unique(np.linspace(0, replicas - 1, min(replicas, REPLICAS)).astype(int)).tolist()
     lasted, bubbles = np.zeros((STEPS, len(own))), np.zeros((STEPS, len(own)))
     for step, (at, rank) in product(range(STEPS), enumerate(own)):
-        costs = stage_costs(seconds[step * rows + rank : (step + 1) * rows : replicas], choice.stages)
-        lasted[step, at], _, bubbles[step, at], _ = simulate(*costs, choice.stages)
+        own_packs = seconds[step * rows + rank : (step + 1) * rows : replicas]
+        lasted[step, at], _, bubbles[step, at], _ = _staged(own_packs, choice, time.cost)
     took, first = lasted.max(axis=1) + choice.after(time, seconds), chosen[:count]
     peak = time.gpus.tflops * 1e12 * time.gpus.count
     return {
@@ -406,17 +465,17 @@ def calibrated(time: StepTime, choice: Choice, path: Path) -> StepTime:
     Raises UserError: as `measured_steps`; there is no step, or none so long as what comes after packs."""
     costs, seconds = measured_steps(path)
     refuse((not len(seconds), f"{path} has no step whose time all ranks know; give the metrics of a longer run."))
-    count = max(1, choice.rows // costs.shape[1])
+    count = max(1, choice.rows // choice.replicas)
     known = bool(getattr(getattr(choice.container.dataset, "packing", None), "cost_model", ""))
     vision, language = (costs * _operations(time.cost, known=known)).reshape(-1, 2).T / count
     each = time.packs(vision, language, language / (time.cost.token * time.cost.unit)).reshape(costs.shape)
     slowest = each[np.arange(len(each)), each.sum(axis=2).argmax(axis=1)]
     same = np.tile(np.median(slowest, axis=0), (count, 1))
     measured = float(np.median(seconds)) - choice.after(time, each)
-    refuse(
-        (measured <= 0, f"Steps of {path} are shorter than --gpus can be; they are of other GPUs or another recipe.")
-    )
-    foretold = simulate(*stage_costs(same, choice.stages), choice.stages).makespan
+    foretold = _staged(same, choice, time.cost).makespan
+    fast = f"Steps of {path} are faster than all products at the peak of --gpus"
+    fast += ": they are of other GPUs, of another recipe or without its packing.cost_model."
+    refuse((measured < foretold * time.gpus.reached, fast))
     return time.measured(measured, foretold, count + choice.stages.ranks - 1)
 
 
@@ -481,55 +540,73 @@ def advice_of(
     def foretold(choice: Choice) -> dict[str, float]:
         return foretell(choice, packed(choice), dataclasses.replace(time, model=choice.model), seed=seed)
 
-    own = Choice.of(container, gpus, {})
-    time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
-    runs = gpus.count % own.ranks == 0 == own.rows % own.replicas
+    own, largest = Choice.of(container, gpus, {}), gpus.memory * (1 << 30) - SPARE
+    time, why_not = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count), ""
+    if gpus.count % own.ranks or own.rows % own.replicas:
+        why_not = f"{own.layout} and {own.rows} rows of a global batch do not divide each other on {gpus.count} GPUs"
+    elif own.row not in rows or multiple % own.multiple:
+        why_not = (
+            f"rows of {own.row} tokens, with samples of a multiple of {own.multiple}, are not asked for or planned"
+        )
     if fit is not None:
-        why = f"{own.layout} and {own.rows} rows of a global batch do not divide each other"
-        refuse((not runs, f"{recipe} does not run as it is on {gpus.count} GPUs, so {fit} is not of it: {why}."))
+        refuse((bool(why_not), f"{recipe} does not run as it is, so {fit} is not of it: {why_not}."))
         time = calibrated(time, own, fit)
     possible = [each for each in choices(container, gpus, rows) if not multiple or multiple % each.multiple == 0]
-    fits = [each for each in possible if each.memory is None or each.memory.total <= ROOM * gpus.memory * GB]
+    fits = [each for each in possible if each.fits(largest, own)]
     different = {(each.layout, each.again, each.row): each for each in fits[::-1]}  # what `finalize()` leaves so
     tried = [(foretold(each), each) for each in different.values()]
     refused, shown = Counter[str](), list[tuple[dict[str, float], Choice]]()
     for told, choice in sorted(tried, key=lambda each: -each[0]["tokens"] * (1 - packed(each[1]).lost)):
         said = objections(source, choice.overrides, gpus, ask=not shown)
-        refused.update(said)
+        refused.update(said[:1])
         shown += [(told, choice)] * (not said)
         if len(shown) == SHOWN:
             break
+    large = f"{len(possible) - len(fits)} of {len(possible)} layouts need more than {largest / (1 << 30):.0f} GiB"
     if not shown:
-        reasons = [f"{len(possible) - len(fits)} of {len(possible)} layouts need more than {ROOM:.0%} of the memory"]
-        reasons += [f"{name} refuses {count}" for name, count in refused.most_common(3)]
-        raise UserError(f"{recipe} fits {gpus.count} x {gpus.name} in no way: {', '.join(reasons)}; take more GPUs.")
+        reasons = ", ".join([large, *(f"{name} refuses {count}" for name, count in refused.most_common(3))])
+        fix = "take other GPUs or another number of them, shorter rows, or another train.global_batch_size."
+        raise UserError(f"{recipe} fits {gpus.count} x {gpus.name} in no way ({reasons}): {fix}")
+    as_it_is = None
+    try:
+        as_it_is = None if why_not else _told(foretold(own), own, packed(own), gpus)
+    except UserError as error:  # of a pipeline that Core refuses, for example
+        why_not = str(error)
     kind = "experts" if own.model.num_moe_experts else "images" if cost.vision else "text"
     report: dict[str, Any] = {
         "recipe": recipe,
         "gpus": dataclasses.asdict(gpus),
         "choices": [_told(told, choice, packed(choice), gpus) for told, choice in shown],
-        "own": _told(foretold(own), own, packed(own), gpus) if runs else None,
+        "own": as_it_is,
         **{"layouts": len(possible), "too_large": len(possible) - len(fits), "refused": dict(refused)},
         **{"measured": fit is not None, "scale": time.scale, "host": time.host, "error": ERRORS[kind]},
-        "warnings": warnings if fit else [*_uncompared(own, gpus, kind, max(rows)), *warnings],
+        "warnings": [*_uncompared(shown[0][1], gpus, kind, measured=fit is not None), *warnings],
     }
-    if samples is not None:
-        window, fill = window_of(samples, of(shown[0][1]), seed=seed)
-        report["choices"][0]["overrides"] += [f"dataset.packing.window={window}"] * (window != run.packing.window)
-        report |= {"window": window, "fill": fill}
+    if why_not:
+        report["warnings"] += [f"The recipe does not run as it is: {why_not}."]
+    if samples is not None and (found := window_of(samples, of(shown[0][1]), seed=seed)):
+        report["choices"][0]["overrides"] += [f"dataset.packing.window={found[0]}"] * (found[0] != run.packing.window)
+        report |= {"window": found[0], "fill": found[1]}
     return report | {"how": [*_how(report)]}
 
 
-def _uncompared(own: Choice, gpus: Gpus, kind: str, longest: int) -> list[str]:
-    """Sentences about what no published run confirms."""
-    reached, worst = f"{gpus.reached:.0%}", f"{1 / (1 - ERRORS[kind]):.1f}"
+def _uncompared(best: Choice, gpus: Gpus, kind: str, *, measured: bool) -> list[str]:
+    """Sentences about what no published run confirms, or no run at all."""
+    model, worst = best.model, f"{1 / (1 - ERRORS[kind]):.1f}"
+    spread = model.num_moe_experts and model.expert_model_parallel_size > gpus.node
     said = {
-        f"No dense model was compared on {gpus.name}: it is taken to reach {reached} of its peak.": gpus.name
-        not in COMPARED,
-        f"Published runs with {kind} took up to {worst} times as long as foretold.": kind != "text",
-        "The memory of this model or precision is not known here: it may not fit a GPU.": own.memory is None,
+        f"No dense model was compared on {gpus.name}, which is taken to reach {gpus.reached:.0%} of its peak.": (
+            gpus.name not in COMPARED and not measured
+        ),
+        f"Published runs with {kind} took up to {worst} times as long as foretold.": kind != "text" and not measured,
+        "No run with context parallelism, or with experts over several nodes, was compared.": (
+            (model.context_parallel_size > 1 or bool(spread)) and not measured
+        ),
+        "The memory of this model or precision is not known: it is divided as in the recipe, or more.": (
+            best.memory is None
+        ),
         f"Runs of up to 64 GPUs were compared, not of {gpus.count}: the network may be slower.": gpus.count > 64,
-        f"Rows of up to 32,768 tokens were compared, not of {longest:,}.": longest > 32768,
+        f"Rows of up to 32,768 tokens were compared, not of {best.row:,}.": best.row > 32768,
     }
     return [sentence for sentence, holds in said.items() if holds]
 
@@ -537,10 +614,9 @@ def _uncompared(own: Choice, gpus: Gpus, kind: str, longest: int) -> list[str]:
 def objections(source: ContainerRun, changes: Sequence[str], gpus: Gpus, *, ask: bool) -> list[str]:
     """The rules that a recipe with these overrides breaks, and, if to ``ask``, what Bridge's ``validate()`` says
     against it; missing weights apart."""
-    weights = source.container.checkpoint.pretrained_checkpoint and "checkpoint.pretrained_checkpoint=null"
-    changes = (*changes, *([weights] if weights else []))
+    changes = (*changes, "checkpoint.pretrained_checkpoint=.")  # a place that is there
     changed = dataclasses.replace(source, container=copy.deepcopy(source.container), overrides=changes)
-    view = changed.view().changed(gpu_memory=round(gpus.memory * GB), machine=machine_of(gpus.name, ""))
+    view = changed.view().changed(gpu_memory=round(gpus.memory * (1 << 30)), machine=machine_of(gpus.name, ""))
     found = [each.rule.id for each in violations(view)]
     if found or not ask:
         return found
@@ -568,14 +644,19 @@ def _how(report: Mapping[str, Any]) -> Iterator[str]:
     gpus, best, own = report["gpus"], report["choices"][0], report["own"]
     large, broken = report["too_large"], sum(report["refused"].values())
     yield (
-        f"{report['layouts']} layouts of {gpus['count']} x {gpus['name']}: {large} need more than {ROOM:.0%} of "
-        f"{gpus['memory']:.0f} GB, and {broken} of the fastest break a rule. The first pads samples to a multiple of "
+        f"{report['layouts']} layouts of {gpus['count']} x {gpus['name']}: {large} leave less than {SPARE >> 30} of "
+        f"{gpus['memory']:.0f} GiB, and {broken} of the fastest break a rule. The first pads samples to a multiple of "
         f"{best['multiple']} and takes {best['step']:.3g} s a step, {best['of_peak']:.1%} of the peak, and "
         f"{best['steps']:,.0f} steps an epoch."
     )
     if own:
         needs = f" and needs {own['memory']['total'] / GB:.1f} GB" if own["memory"] else ""
         yield f"The recipe as it is has {own['tokens'] / best['tokens']:.0%} of its tokens a second{needs}."
+    if best["lost"] > NEGLIGIBLE_LOSS:
+        yield (
+            f"{best['lost']:.1%} of the tokens are in samples that fit no such row as they are; hours and price are "
+            "without them. A run drops, cuts or resizes them (packing.oversize, encoder.limits.when_over)."
+        )
     if best["fill"] < FULL:
         yield f"Rows are {best['fill']:.0%} full: a limit ends them, such as dataset.packing.max_patches_per_pack."
     how = f"products at {gpus['reached']:.0%} of {gpus['tflops']:.0f} TFLOP/s, links of {gpus['link']:.0f} and "

@@ -12,16 +12,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from bench.dynamic import drawn, schedulers
 from bench.offline_index import Mix, write_index
-from energon_packing.packing.model_cost import ModelCost
+from energon_packing.errors import UserError
+from energon_packing.packing.model_cost import model_cost
 from energon_packing.report.advice import Choice, Gpus, Packs, StepTime, foretell
 from energon_packing.validate.memory import Memory
+from energon_packing.validate.recipes import finalised
+from energon_packing.validate.verdict import prepare_bridge
 
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": False, "head_dim": 128}
@@ -45,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Configurations of published models, as Hugging Face has them."""
 SWIFT, AUTOMODEL, BRIDGE = "ms-swift 3602360a", "NeMo AutoModel 36044ad3", "Megatron-Bridge 067f987d"
+FLEX = {"model.moe_token_dispatcher_type": "flex"}
 A800, H20 = "link=200", "memory=96,tflops=148,bandwidth=4,reached=0.85"
 
 
@@ -92,13 +95,13 @@ RUNS = (
     Run(model="Qwen2.5-VL-7B", gpus="2xa100", rows=4, row=2048, seconds=4.1, memory=72, mean=400, patches=5500,
         source=SWIFT, settings=_layout(2, full=True)),
     Run(model="Qwen3-30B-A3B", gpus="8xh100", rows=128, row=16384, seconds=21.773, mean=4096, source=AUTOMODEL,
-        settings=_layout(experts=8)),
+        settings=_layout(experts=8) | FLEX),
     Run(model="gpt-oss-120b", gpus="64xh100", rows=1280, row=4096, seconds=1280 * 4096 / 64 / 5984, mean=4096,
-        source=BRIDGE, settings=_layout(1, 4, 8)),
+        source=BRIDGE, settings=_layout(1, 4, 8) | FLEX),
     Run(model="gpt-oss-120b", gpus="64xb200", rows=320, row=16384, seconds=1280 * 4096 / 64 / 13722, mean=4096,
-        source=BRIDGE, settings=_layout(1, 1, 8)),
+        source=BRIDGE, settings=_layout(1, 1, 8) | FLEX),
     Run(model="gpt-oss-120b", gpus="64xgb200", rows=320, row=16384, seconds=1280 * 4096 / 64 / 15754, mean=4096,
-        source=BRIDGE, settings=_layout(1, 1, 64)),
+        source=BRIDGE, settings=_layout(1, 1, 64) | FLEX),
     Run(model="Qwen3-30B-A3B", gpus="8xa100", rows=4, row=8192, seconds=3, memory=76, source=SWIFT,
         settings=_layout(4, 2, 4, full=True)),
     Run(model="Qwen2.5-7B", gpus="1xh100", rows=16, row=8192, seconds=9.29, mean=4096, lora=8, source=AUTOMODEL,
@@ -177,16 +180,19 @@ def core(checkout: Path) -> Iterator[dict[str, Any]]:
     are those that Core's mock data set draws, its schedulers deal them; the GPUs are taken to be GB200, as nodes had
     four. The first run, with `dp_balanced` on four GPUs, scales all others, as metrics do in `stats --advise --fit`.
     Raises UserError: no checkout of that branch."""
-    module = schedulers(checkout)
     width, layers, vocabulary, held, size = 2048, 12, 131072, 2048, 4
     drawn = np.random.RandomState(0).lognormal(np.log(1024) - 1.5**2 / 2, 1.5, 1_000_000)
     lengths = np.clip(drawn, 128, 8192).astype(int) - 1  # the last token is only a label
-    config = {"hidden_size": width, "num_layers": layers, "num_attention_heads": 16, "num_query_groups": 16,
-              "kv_channels": 128, "num_moe_experts": None, "recompute_granularity": None, "sequence_parallel": False,
-              "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-              "expert_model_parallel_size": 1}  # fmt: skip
-    token = 6 * (12 * width**2 * layers + width * vocabulary)
-    cost = ModelCost(vision={}, language={"tokens": token, "squares": 6 * width * layers})
+    prepare_bridge()
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    def model(by: int) -> Any:
+        sizes = {"hidden_size": width, "num_layers": layers, "num_attention_heads": 16, "ffn_hidden_size": 4 * width}
+        return finalised(GPTModelProvider(**sizes, vocab_size=vocabulary, kv_channels=128, context_parallel_size=by))
+
+    made, module = [model(by) for by in range(1, 65)], schedulers(checkout)
+    if (cost := model_cost(made[0])) is None:
+        raise UserError("Megatron-Bridge's GPTModelProvider has other fields than this benchmark knows.")
     count = 12 * width**2 * layers + (vocabulary + 8192) * width
     memory = Memory(weights=2 * count, gradients=4 * count, optimizer=12 * count, language=0, vision=0, loss=0)
 
@@ -198,8 +204,9 @@ def core(checkout: Path) -> Iterator[dict[str, Any]]:
     def steps(name: str, ranks: int, **changes: Any) -> tuple[float, float, float]:
         """Seconds of a step, rows of a rank in it, and seconds after them."""
         gpus, replicas = Gpus.of(f"{ranks}xgb200"), ranks // size
-        made = {by: SimpleNamespace(**config, context_parallel_size=by) for by in range(1, ranks + 1)}
-        times = {by: StepTime(model=model, gpus=gpus, cost=cost, world=ranks, **changes) for by, model in made.items()}
+        times = {
+            by: StepTime(model=each, gpus=gpus, cost=cost, world=ranks, **changes) for by, each in enumerate(made, 1)
+        }
         after = times[1].after(memory, 0.0, spread=False, overlaps=False)
         rows, multiple, took, groups = 8 * replicas, 2 * ranks, 0.0, 0
         for step in range(10, 30):
@@ -214,7 +221,7 @@ def core(checkout: Path) -> Iterator[dict[str, Any]]:
         return took / 20 + after, groups / 20, after
 
     foretold, rows, after = steps("dp_balanced", size)
-    first = StepTime(model=SimpleNamespace(num_layers=layers), gpus=Gpus.of("4xgb200"), cost=cost, world=size)
+    first = StepTime(model=made[0], gpus=Gpus.of("4xgb200"), cost=cost, world=size)
     fitted = first.measured(CORE[size][0] / 1000 - after, foretold - after, rows)
     for ranks, (balanced, dynamic, noise) in CORE.items():
         more = {"host": fitted.host, "scale": fitted.scale}

@@ -1,5 +1,6 @@
 """Advice (docs/advice.md) beside published runs, Bridge's ``validate()``, formulas of papers, and metrics of a run."""
 
+import dataclasses
 import json
 import os
 from itertools import combinations
@@ -24,11 +25,14 @@ from energon_packing.report import advice
 from energon_packing.report.advice import Choice, Gpus, Packs, StepTime, choices, foretell
 from energon_packing.validate import recipes
 from energon_packing.validate.recipes import container_of_recipe
+from energon_packing.validate.verdict import prepare_bridge
 
 RECIPES = {
     "bridge_configs.qwen25_vl:qwen25_vl_7b_sft": "8xh100",
     "bridge_configs.qwen3_vl:qwen3_vl_30b_a3b_sft": "64xh100",
     "bridge_configs.qwen3:qwen3_8b_sft": "8xa100",
+    "bridge_configs.qwen25_vl:qwen25_vl_7b_peft": "6xh200",
+    "bridge_configs.ministral3:ministral3_8b_sft": "8xh100",
 }
 
 
@@ -64,7 +68,7 @@ def test_published_runs_are_foretold_within_the_errors_that_advice_states():
         worst[kind or "text"] = max(worst[kind or "text"], abs(row["error"]))
         if row["published_gib"] is not None:
             more.append(row["published_gib"] - row["foretold_gib"])
-    assert {kind: round(each, 2) for kind, each in worst.items()} == {"text": 0.1, "experts": 0.63, "images": 0.61}
+    assert {kind: round(each, 2) for kind, each in worst.items()} == {"text": 0.1, "experts": 0.61, "images": 0.61}
     assert all(worst[kind] <= advice.ERRORS[kind] for kind in worst)
     assert min(more) < 0  # as the sentences say
     assert sorted(more)[1] > 5
@@ -85,7 +89,7 @@ def test_what_is_proposed_passes_validate_and_is_faster_than_the_recipe(recipe, 
     gpus = RECIPES[recipe]
     found = advised(index, "--advise", recipe, "--gpus", gpus, "--gpu", "price=2")
     best, count = found["choices"][0], int(gpus.partition("x")[0])
-    weights = ["--set", "checkpoint.pretrained_checkpoint=null"]
+    weights = ["--set", "checkpoint.pretrained_checkpoint=."]
     changes = [word for each in best["overrides"] for word in ("--set", each)]
     judged = run("validate", recipe, "--world-size", count, "--no-data", "--json", *changes, *weights)
     told = json.loads(judged.stdout)
@@ -93,25 +97,28 @@ def test_what_is_proposed_passes_validate_and_is_faster_than_the_recipe(recipe, 
     assert told["resolved"]["gpu_memory_bytes"] == best["memory"]
     assert told["resolved"]["alignment_multiple"] == best["multiple"]
     assert told["resolved"]["micro_batches_per_step"] == best["micro_batches"]
-    assert all(each["memory"]["total"] <= 0.9 * 80e9 for each in found["choices"])
+    memory = [each["memory"]["total"] for each in found["choices"] if each["memory"]]
+    assert max(memory, default=0) <= (found["gpus"]["memory"] - 12) * 2**30
+    assert memory or any("memory" in each for each in found["warnings"])
     if own := found["own"]:  # 16 packs are too few for 32 replicas
         assert best["tokens"] * (1 - best["lost"]) >= own["tokens"] * (1 - own["lost"]) * 0.98
     hours = best["steps"] * best["step"] * count / 3600
     assert (best["gpu_hours"], best["price"]) == pytest.approx((hours, 2 * hours))
 
 
-def text_model(**changes):
-    sizes = {"tensor_model": 1, "pipeline_model": 1, "context": 1, "expert_model": 1}
-    return SimpleNamespace(
-        **{f"{kind}_parallel_size": changes.pop(kind, size) for kind, size in sizes.items()},
-        **{"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128},
-        **{"num_moe_experts": None, "recompute_granularity": None, "sequence_parallel": False},
-        **{"virtual_pipeline_model_parallel_size": None},
-    )
-
-
 TOKEN = 6 * 8e9
 COST = ModelCost(vision={}, language={"tokens": TOKEN})
+
+
+def text_model(**sizes):
+    prepare_bridge()
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    shape = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+    sizes = {f"{kind}_parallel_size": size for kind, size in sizes.items()}
+    return GPTModelProvider(
+        **shape, **sizes, num_query_groups=8, kv_channels=128, vocab_size=128256, gated_linear_unit=True
+    )
 
 
 def time_of(gpus="8xh100", changes="", **sizes):
@@ -147,22 +154,47 @@ def test_a_ring_that_leaves_its_node_has_one_network_card_and_a_collective_all_o
     assert [gpus.between(2, 4), gpus.between(4, 4), gpus.between(2, 8)] == [450e9, 100e9, 50e9]
 
 
+def step_of(time, count):
+    """A step of so many equal packs of one replica."""
+    no = SimpleNamespace(use_distributed_optimizer=False, overlap_grad_reduce=False)
+    container = SimpleNamespace(train=SimpleNamespace(global_batch_size=count), ddp=no, optimizer=no)
+    ranks = time.model.pipeline_model_parallel_size
+    choice = Choice(settings={}, container=container, model=time.model, gpus=ranks, memory=None, again="none")
+    sizes = np.full(3 * count, 8192.0)
+    operations = np.stack([0 * sizes, sizes * TOKEN], axis=1)
+    packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=1e9, ordered=True)
+    return foretell(choice, packs, time)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stages=st.sampled_from([1, 2, 4, 8]), count=st.integers(1, 24))
 def test_the_bubble_of_equal_packs_is_that_of_1f1b(stages, count):
     """(P - 1) / (M + P - 1) of the time (Narayanan et al., 2021)."""
-    time = time_of(pipeline_model=stages)
-    no = SimpleNamespace(use_distributed_optimizer=False, overlap_grad_reduce=False)
-    container = SimpleNamespace(train=SimpleNamespace(global_batch_size=count), ddp=no, optimizer=no)
-    choice = Choice(settings={}, container=container, model=time.model, gpus=stages, memory=None, again="none")
-    sizes = np.full(3 * count, 8192.0)
-    operations = np.stack([0 * sizes, sizes * TOKEN], axis=1)
-    packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=1e9, ordered=True)
-    found = foretell(choice, packs, time)
+    found = step_of(time_of(pipeline_model=stages), count)
     assert found["bubble"] == pytest.approx((stages - 1) / (count + stages - 1), abs=1e-9)
     alone = 8192 * TOKEN / 989e12 / 0.46 / stages
     assert found["step"] == pytest.approx(alone * (count + stages - 1))
     assert found["of_peak"] == pytest.approx(0.46 / 8 * count / (count + stages - 1) * stages)
+
+
+def test_the_last_stage_has_the_head_which_the_others_wait_for():
+    time, count = time_of(pipeline_model=2), 64
+    cost = ModelCost(vision={}, language={"tokens": 0.8 * TOKEN, "logits": 0.2 * TOKEN})
+    found = step_of(dataclasses.replace(time, cost=cost), count)
+    alone = 8192 * TOKEN / 989e12 / 0.46
+    assert found["step"] / count == pytest.approx(alone * (0.4 + 0.2), rel=2 / count)
+
+
+def test_tokens_go_to_every_expert_of_theirs_or_once_to_each_node():
+    model = time_of().model
+    model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size = 64, 6, 512
+    model.expert_model_parallel_size = 16
+    seconds = {}
+    for dispatcher in ("alltoall", "flex"):
+        model.moe_token_dispatcher_type = dispatcher
+        seconds[dispatcher] = StepTime(model=model, gpus=Gpus.of("16xh100"), cost=COST, world=16)._to_experts(1e9)
+    # Of 16 ranks 7 are others of the node, 8 of the other node.
+    assert seconds == pytest.approx({"alltoall": 6 * (7 / 450 + 8 / 50) / 16, "flex": (6 * 7 / 450 + 2 * 8 / 50) / 16})
 
 
 @pytest.mark.parametrize(
@@ -185,17 +217,18 @@ def test_layouts_use_all_gpus_and_divide_heads_layers_experts_and_rows(recipe, g
     assert repr(container.model) == before
 
 
-def metrics_of(path, costs, seconds):
-    """The lines of one rank, as `PackMetrics` writes them: the time of a step stands with the next one's pack."""
+def metrics_of(path, costs, seconds, ranks):
+    """Lines of ranks that have the same, as `PackMetrics` writes them: a step's time is with the next one's pack."""
     steps = [[at + 1, float(sum(cost))] for at, cost in enumerate(costs)]
     took = [[float(cost[0]), before] for cost, before in zip(costs, [0.0, *seconds[:-1]], strict=True)]
-    line = {"run": "a", "rank": 0, "ranks": 1, "time": 1.0, "steps": steps, "took": took}
     path.mkdir()
-    (path / "rank0.jsonl").write_text(json.dumps(line) + "\n")
+    for rank in range(ranks):
+        line = {"run": "a", "rank": rank, "ranks": ranks, "time": 1.0, "steps": steps, "took": took}
+        (path / f"rank{rank}.jsonl").write_text(json.dumps(line) + "\n")
 
 
 @pytest.mark.parametrize("steps", [2, 40])
-@pytest.mark.parametrize("factor", [0.8, 1.0, 2.5, 12.0])
+@pytest.mark.parametrize("factor", [0.8, 2.5, 12.0])
 def test_metrics_of_the_recipe_scale_all_that_is_foretold(factor, steps, index, tmp_path):
     recipe = "bridge_configs.qwen3:qwen3_8b_sft"
     arguments = [index, "--advise", recipe, "--gpus", "8xh100", "--seq-length", 8192]
@@ -205,19 +238,20 @@ def test_metrics_of_the_recipe_scale_all_that_is_foretold(factor, steps, index, 
 
     cost, own = cost_of_run(container), Choice.of(container, gpus, {})
     time = StepTime(model=own.model, gpus=gpus, cost=cost, world=8)
-    # The run counted in units of `pack_cost`, and one replica wrote: 16 packs a step of 8,192 tokens in one segment.
+    # The run counted in units of `pack_cost`: for each of two replicas 8 packs a step, of 8,192 tokens in one segment.
     unit = 24576 * 8192.0
-    operations = np.full(16, unit * cost.token * cost.unit / 24576)
-    seconds = time.packs(0 * operations, operations, np.full(16, 8192.0))
+    operations = np.full(8, unit * cost.token * cost.unit / 24576)
+    seconds = time.packs(0 * operations, operations, np.full(8, 8192.0))
     measured = factor * float(seconds.sum()) + own.after(time, seconds)
-    metrics_of(tmp_path / "metrics", [(0.0, 16 * unit)] * steps, [measured] * steps)
+    metrics_of(tmp_path / "metrics", [(0.0, 8 * unit)] * steps, [measured] * steps, ranks=2)
     found = advised(*arguments, "--fit", tmp_path / "metrics")
+    assert advised(*arguments, "--fit", tmp_path / "metrics" / "rank1.jsonl") == found
     if factor < advice.UNLIKELY:
         assert (found["scale"], found["host"]) == pytest.approx((factor, advice.HOST), rel=1e-6)
         assert found["own"]["step"] == pytest.approx(factor * before["own"]["step"], rel=0.2 * abs(factor - 1) + 1e-9)
     else:  # no product takes so long
         assert found["scale"] == 1
-        assert found["host"] == pytest.approx(factor * float(seconds.sum()) / 16 / container.model.num_layers)
+        assert found["host"] == pytest.approx(factor * float(seconds.sum()) / 8 / container.model.num_layers)
     assert found["measured"]
     assert not [each for each in found["warnings"] if "ublished" in each]
 
@@ -246,7 +280,7 @@ def test_a_plan_is_advised_in_its_order_at_its_row_and_alignment(index, tmp_path
         (["--gpus", "1xl40s"], "fits 1 x l40s in no way"),
         (["--gpus", "8xh100", "--full"], "`stats --advise` does not take --full; leave it out."),
         (["--gpus", "8xh100", "--fit", "nothing"], "The metrics nothing cannot be read"),
-        (["--gpus", "6xh100", "--fit", "nothing"], "does not run as it is on 6 GPUs"),
+        (["--gpus", "6xh100", "--fit", "nothing"], "16 rows of a global batch do not divide each other on 6 GPUs"),
         ([], "--advise is about GPUs; give --gpus too"),
     ],
 )
@@ -254,6 +288,16 @@ def test_a_mistake_is_one_sentence(words, said, index):
     found = run("stats", index, "--advise", "bridge_configs.qwen25_vl:qwen25_vl_7b_sft", *words)
     assert (found.exit_code, said in " ".join(found.output.split())) == (2, True), found.output
     assert "Traceback" not in found.output
+
+
+def test_what_few_samples_say_is_said_and_no_more(tmp_path):
+    write_index(tmp_path / "index", 60)
+    found = advised(tmp_path / "index", "--advise", "bridge_configs.qwen25_vl:qwen25_vl_7b_sft", "--gpus", "6xh200")
+    assert "window" not in found
+    assert found["own"] is None
+    assert "16 rows of a global batch do not divide each other" in found["warnings"][-1]
+    assert found["choices"][0]["lost"] > 0.01
+    assert any("of the tokens are in samples that fit no such row" in each for each in found["how"])
 
 
 def test_a_recipe_of_bridge_needs_our_data_set(index):

@@ -21,7 +21,7 @@ ADVICE_MUTATIONS: tuple[Mutation, ...] = (
         name="what an estimate leaves out has no room on a GPU",
         test=PROPOSED + "[bridge_configs.qwen25_vl:qwen25_vl_7b_sft]",
         oracle="the estimate of `validate`, and what published runs took beyond it",
-        edits=((FILE, "<= ROOM * gpus.memory * GB]", "<= gpus.memory * GB]"),),
+        edits=((FILE, "gpus.memory * (1 << 30) - SPARE", "gpus.memory * (1 << 30)"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -75,7 +75,7 @@ ADVICE_MUTATIONS: tuple[Mutation, ...] = (
         name="every replica takes all packs of a global batch",
         test=PUBLISHED,
         oracle="published runs",
-        edits=((FILE, "(step + 1) * rows : replicas], choice.stages)", "(step + 1) * rows], choice.stages)"),),
+        edits=((FILE, "(step + 1) * rows : replicas]", "(step + 1) * rows]"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -84,6 +84,22 @@ ADVICE_MUTATIONS: tuple[Mutation, ...] = (
         test=ADVICE + "test_the_bubble_of_equal_packs_is_that_of_1f1b",
         oracle="(P - 1) / (M + P - 1)",
         edits=((FILE, "return Layout(self.model.pipeline_model_parallel_size,", "return Layout(1,"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=279,
+        name="the head is spread over all stages",
+        test=ADVICE + "test_the_last_stage_has_the_head_which_the_others_wait_for",
+        oracle="the definition",
+        edits=((FILE, "/ (cost.token * cost.unit) / 3", "/ (cost.token * cost.unit) / 3 * 0"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=279,
+        name="tokens reach all experts inside a node",
+        test=ADVICE + "test_tokens_go_to_every_expert_of_theirs_or_once_to_each_node",
+        oracle="the ranks of the other node",
+        edits=((FILE, "near, away = min(node, ranks) - 1, max(ranks - node, 0)", "near, away = ranks - 1, 0"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -8,7 +8,6 @@ Memory is that of ``validate``. Nothing here has measured the run itself; metric
 
 import copy
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pyarrow as pa
 
 from energon_packing.config import ParallelConfig, RunConfig
@@ -67,6 +67,7 @@ SPARE, FULL = 12 << 30, 0.8
 of a row below which it is said that a limit ends rows."""
 MOST_SAMPLES, STEPS, REPLICAS, SHOWN = 20_000, 3, 8, 8
 """Samples that are packed, steps and replicas that are simulated, and layouts that are shown."""
+SIZES = {"TP": "tensor_model", "CP": "context", "PP": "pipeline_model", "EP": "expert_model"}
 RECOMPUTED = ("granularity", "method", "num_layers")
 AGAIN: dict[str, tuple[str | None, str | None, int | None]] = {
     "none": (None, None, None),
@@ -294,14 +295,18 @@ def _operations(cost: ModelCost, *, known: bool) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One layout: what it sets, and what follows."""
+    """One layout of a recipe: what it sets, and what follows."""
 
-    settings: Mapping[str, Any]  # overrides of Bridge -> value
+    overrides: list[str]  # what it changes, as Hydra takes it
     container: Any
     model: Any  # its provider after ``finalize()``
-    gpus: int
     memory: Memory | None
     again: str  # of `AGAIN`
+    sizes: Mapping[str, int]  # ``TP``, ``CP``, ``PP``, ``EP`` -> ranks
+    replicas: int  # data-parallel ones
+    multiple: int  # tokens to whose multiple samples are padded
+    row: int  # tokens
+    rows: int  # of a global batch
 
     @classmethod
     def of(cls, container: Any, gpus: Gpus, settings: Mapping[str, Any], again: str = "as it is") -> "Choice":
@@ -314,68 +319,40 @@ class Choice:
             section, _, name = path.partition(".")
             setattr(getattr(changed, section), name, value)
         model, vocabulary = finalised(changed.model), embedding_rows(changed.model)
-        memory = memory_of(changed, model, vocabulary=vocabulary, world_size=gpus.count)
-        more: dict[str, Any] = {"model": model, "gpus": gpus.count, "memory": memory, "again": again}
-        return cls(settings=settings, container=changed, **more)
+        sizes = {name: getattr(model, f"{kind}_parallel_size") for name, kind in SIZES.items()}
+        tensor, context, stages, _ = sizes.values()
+        evaluation = container.dist.eval_context_parallel_size
+        return cls(
+            overrides=[f"{path}={orjson.dumps(each).decode().replace('"', '')}" for path, each in settings.items()],
+            container=changed,
+            model=model,
+            memory=memory_of(changed, model, vocabulary=vocabulary, world_size=gpus.count),
+            again=again,
+            sizes=sizes,
+            replicas=max(1, gpus.count // (tensor * context * stages)),
+            multiple=alignment_multiple(tensor, context, model.sequence_parallel, evaluation),
+            row=model.seq_length,
+            rows=changed.train.global_batch_size,
+        )
 
     @property
-    def ranks(self) -> int:
-        """GPUs of a replica."""
-        kinds = ("tensor_model", "context", "pipeline_model")
-        return math.prod(getattr(self.model, f"{kind}_parallel_size") for kind in kinds)
+    def layout(self) -> str:
+        """For example ``TP 2 SP EP 8 DP 4``."""
+        told = [f"{name} {size}" for name, size in self.sizes.items() if size > 1]
+        return " ".join(told[:1] + ["SP"] * bool(self.model.sequence_parallel) + told[1:] + [f"DP {self.replicas}"])
 
     @property
-    def replicas(self) -> int:
-        """Data-parallel ones."""
-        return max(1, self.gpus // self.ranks)
+    def stages(self) -> Layout:
+        """The pipeline."""
+        return Layout(self.sizes["PP"], self.model.virtual_pipeline_model_parallel_size or 1)
 
     def fits(self, largest: float, own: "Choice") -> bool:
         """Whether a step needs no more than so many bytes of a GPU; where they are not known, whether it divides the
         model as its `own` recipe does or more, and recomputes as much."""
         if self.memory is not None:
             return self.memory.total <= largest
-        kinds = ("tensor_model", "pipeline_model", "expert_model", "context")
-        less = [
-            getattr(self.model, f"{kind}_parallel_size") < getattr(own.model, f"{kind}_parallel_size") for kind in kinds
-        ]
-        return not any(less) and self.row <= own.row and not any("recompute" in path for path in self.settings)
-
-    @property
-    def row(self) -> int:
-        """Tokens of a row."""
-        return int(self.model.seq_length)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a global batch."""
-        return int(self.container.train.global_batch_size)
-
-    @property
-    def multiple(self) -> int:
-        """Tokens to whose multiple samples are padded."""
-        sizes = self.model.tensor_model_parallel_size, self.model.context_parallel_size, self.model.sequence_parallel
-        return alignment_multiple(*sizes, self.container.dist.eval_context_parallel_size)
-
-    @property
-    def layout(self) -> str:
-        """For example ``TP 2 SP EP 8 DP 4``."""
-        sizes = {"TP": "tensor_model", "CP": "context", "PP": "pipeline_model", "EP": "expert_model"}
-        found = {name: getattr(self.model, f"{kind}_parallel_size") for name, kind in sizes.items()}
-        told = [f"{name} {size}" for name, size in found.items() if size > 1]
-        return " ".join(told[:1] + ["SP"] * bool(self.model.sequence_parallel) + told[1:] + [f"DP {self.replicas}"])
-
-    @property
-    def stages(self) -> Layout:
-        """The pipeline."""
-        return Layout(self.model.pipeline_model_parallel_size, self.model.virtual_pipeline_model_parallel_size or 1)
-
-    @property
-    def overrides(self) -> list[str]:
-        """What it changes of the recipe, as Hydra takes it."""
-        return [
-            f"{path}={json.dumps(value, separators=(',', ':')).replace('"', '')}"
-            for path, value in self.settings.items()
-        ]
+        less = any(size < own.sizes[name] for name, size in self.sizes.items())
+        return not less and self.row <= own.row and not any("recompute" in each for each in self.overrides)
 
     def after(self, time: StepTime, seconds: np.ndarray) -> float:
         """`StepTime.after` packs that take `seconds` ``[..., 2]``; 0 where memory is not known."""
@@ -542,7 +519,7 @@ def advice_of(
 
     own, largest = Choice.of(container, gpus, {}), gpus.memory * (1 << 30) - SPARE
     time, why_not = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count), ""
-    if gpus.count % own.ranks or own.rows % own.replicas:
+    if gpus.count % math.prod([*own.sizes.values()][:3]) or own.rows % own.replicas:
         why_not = f"{own.layout} and {own.rows} rows of a global batch do not divide each other on {gpus.count} GPUs"
     elif own.row not in rows or multiple % own.multiple:
         why_not = (

@@ -157,9 +157,11 @@ def test_a_ring_that_leaves_its_node_has_one_network_card_and_a_collective_all_o
 def step_of(time, count):
     """A step of so many equal packs of one replica."""
     no = SimpleNamespace(use_distributed_optimizer=False, overlap_grad_reduce=False)
-    container = SimpleNamespace(train=SimpleNamespace(global_batch_size=count), ddp=no, optimizer=no)
-    ranks = time.model.pipeline_model_parallel_size
-    choice = Choice(settings={}, container=container, model=time.model, gpus=ranks, memory=None, again="none")
+    choice = Choice(
+        **{"overrides": [], "container": SimpleNamespace(ddp=no, optimizer=no), "model": time.model, "memory": None},
+        **{"again": "none", "sizes": {"PP": time.model.pipeline_model_parallel_size}},
+        **{"replicas": 1, "multiple": 1, "row": 8192, "rows": count},
+    )
     sizes = np.full(3 * count, 8192.0)
     operations = np.stack([0 * sizes, sizes * TOKEN], axis=1)
     packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=1e9, ordered=True)
@@ -205,8 +207,8 @@ def test_layouts_use_all_gpus_and_divide_heads_layers_experts_and_rows(recipe, g
     before = repr(container.model)
     for choice in choices(container, made, [8192]):
         model, train = choice.model, choice.container.train
-        ranks = model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
-        assert ranks * choice.replicas == made.count
+        tensor, context, stages, _ = choice.sizes.values()
+        assert tensor * context * stages * choice.replicas == made.count
         assert model.num_query_groups % model.tensor_model_parallel_size == 0
         assert model.num_layers % model.pipeline_model_parallel_size == 0
         assert train.global_batch_size % choice.replicas == 0

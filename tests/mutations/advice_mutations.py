@@ -83,7 +83,7 @@ ADVICE_MUTATIONS: tuple[Mutation, ...] = (
         name="stages of a pipeline do not wait for each other",
         test=ADVICE + "test_the_bubble_of_equal_packs_is_that_of_1f1b",
         oracle="(P - 1) / (M + P - 1)",
-        edits=((FILE, "return Layout(self.model.pipeline_model_parallel_size,", "return Layout(1,"),),
+        edits=((FILE, 'return Layout(self.sizes["PP"],', "return Layout(1,"),),
         needs_bridge=True,
     ),
     Mutation(

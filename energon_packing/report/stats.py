@@ -82,7 +82,7 @@ def stats_report(
         **statistics(samples),
         "global_batch_size": (samples.planned or {}).get("global_batch_size", run.training.global_batch_size),
         "run": {"oversize": run.packing.oversize, "ranks": ranks, "workers": run.data.workers, "weights": weights},
-        "plan": planned_packing(samples.planned) if samples.planned else None,
+        "plan": samples.planned,
         "packing": [{name: value for name, value in row.items() if name not in ("fills", "part")} for row in compared],
         "recommendation": advice,
     }
@@ -266,18 +266,6 @@ def packings(
         for window in (*dict.fromkeys([run.packing.window, *sorted(windows)]), *planned):
             is_own = (row, multiple, window) == (*own, run.packing.window)
             yield _packed(samples, dealt, window, readers, ranks if is_own else 0, seed)
-
-
-def planned_packing(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """The packs that a plan has, of all of its epochs; ``steps`` are those of the batch that it was made with, and
-    ``dropped`` and ``read`` samples of an epoch, as ``packing.drop_budget`` counts them."""
-    shares = _shares(planned["fill"], planned["aligned_fill"], 1)
-    return {**planned, **shares, "steps": int(planned["packs"]) // int(planned["global_batch_size"])}
-
-
-def _shares(tokens: float, aligned: float, room: float) -> dict[str, float]:
-    """What the tokens of all rows are: of samples, of their alignment, or of a row's tail."""
-    return {"fill": tokens / room, "alignment": (aligned - tokens) / room, "tail": 1 - aligned / room}
 
 
 def recommendation(
@@ -555,12 +543,13 @@ class Dealt:
             of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
             cost = np.bincount(of_pack, costs_of[order].astype(np.float64))
             units: Any = limits.length_units(sizes)
-            aligned = int(units[order].sum()) * limits.multiple
+            real, aligned = int(sizes.tokens[order].sum()), int(units[order].sum()) * limits.multiple
             several = np.resize(random.permutation(tokens), (-(-tokens.size // PADDED), PADDED))
             padded = float(several.sum() / (PADDED * several.max(axis=1).sum()))
-            shares = _shares(int(sizes.tokens[order].sum()), aligned, len(packs) * row)
-            need = float(tokens.sum()) / drawn.size / (row * shares["fill"])
-            yield [*shares.values(), need, padded, float(tokens.mean()) / row], cost
+            room = len(packs) * row
+            shares = (real / room, (aligned - real) / room, 1 - aligned / room)
+            need = float(tokens.sum()) / drawn.size / (row * shares[0])
+            yield [*shares, need, padded, float(tokens.mean()) / row], cost
 
     def at_the_end(self, window: int, readers: int, room: float, seed: Sequence[int]) -> float:
         """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""

@@ -399,9 +399,6 @@ def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
 
 def _names(members: Any) -> tuple[str, ...]:
     """Names of CUDA graph modules, given as strings or enumeration members, alone, comma-separated or in a list."""
-    if members is None:
-        return ()
-    if isinstance(members, list | tuple | set):
-        return tuple(name for member in members for name in _names(member))
-    name = members if isinstance(members, str) else str(getattr(members, "name", members))
-    return tuple(part.strip() for part in name.split(",") if part.strip())
+    several = members if isinstance(members, list | tuple | set) else [] if members is None else [members]
+    parts = (part.strip() for each in several for part in str(getattr(each, "name", each)).split(","))
+    return tuple(filter(None, parts))

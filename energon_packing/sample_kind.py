@@ -197,10 +197,9 @@ def what_is_needed(error: ModuleNotFoundError, who: str, extras: Iterable[str] =
     parts = (error.name or "").split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     if {"megatron.bridge", "megatron.core", "einops", "qwen_vl_utils"} & {*names}:  # of no extra: they compile for CUDA
-        has = (
-            "a container of Megatron-Bridge has it, and bash scripts/setup.sh in the checkout installs what a CPU runs"
-        )
-        return f"{who} needs {error.name}, which is not installed; {has}"
+        has = "a container of Megatron-Bridge has it"
+        how = "bash scripts/setup.sh in the checkout installs what a CPU runs"
+        return f"{who} needs {error.name}, which is not installed; {has}, and {how}"
     known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
     if (extra := next((known[name] for name in names if name in known), None)) is None:
         return None

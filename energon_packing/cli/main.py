@@ -75,13 +75,9 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the subcommands with the lines of the table; click's own listing would import each for its help."""
+        rows = [(name, told + f" [{','.join(extras)}]" * bool(extras)) for name, (told, *extras) in self.table.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [
-                    (name, f"{summary} [{','.join(extras)}]" if extras else summary)
-                    for name, (summary, *extras) in self.table.items()
-                ]
-            )
+            formatter.write_dl(rows)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Runs the command line and exits: 0, 1 or 2 as the subcommand says, 130 after Ctrl-C, 141 after a closed pipe.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import UserError, refuse
 from energon_packing.packing.whole_list import Oversize, pack_lengths
 
 if TYPE_CHECKING:
@@ -159,10 +159,11 @@ def _rows(
     lengths: list[int], max_length: int, policy: str, oversize: Oversize
 ) -> tuple[list[list[Segment]], list[int]]:
     """Returns where each piece goes, row by row, and the indices of the sequences that are dropped."""
-    if max_length < 1:
-        raise ConfigError(f"max_length must be at least 1 token, not {max_length}")
-    if oversize not in ("raise", "drop", "truncate", "split"):
-        raise ConfigError(f"unknown oversize mode {oversize!r}, known: raise, drop, truncate, split")
+    known = ("raise", "drop", "truncate", "split")
+    refuse(
+        (max_length < 1, f"max_length must be at least 1 token, not {max_length}"),
+        (oversize not in known, f"unknown oversize mode {oversize!r}, known: {', '.join(known)}"),
+    )
     pieces: list[tuple[int, int, int]] = []  # sequence, offset, tokens
     dropped: list[int] = []
     for index, length in enumerate(lengths):

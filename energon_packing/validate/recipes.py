@@ -379,13 +379,10 @@ def _fp8_recipe(container: Any) -> str | None:
 
 def _missing_metadata(specs: Any) -> str | None:
     """The metadata file of packs that exist already; packs that Bridge prepares itself bring their own."""
-    packs = getattr(specs, "packed_train_data_path", None)
-    if not getattr(specs, "pad_cu_seqlens", False) or packs is None:
+    packs, metadata = (getattr(specs, f"packed_{name}_path", None) for name in ("train_data", "metadata"))
+    if not getattr(specs, "pad_cu_seqlens", False) or packs is None or (metadata and Path(str(metadata)).is_file()):
         return None
-    metadata = getattr(specs, "packed_metadata_path", None)
-    if metadata is None:
-        return f"beside {packs}"
-    return None if Path(str(metadata)).is_file() else str(metadata)
+    return f"beside {packs}" if metadata is None else str(metadata)
 
 
 def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import PackingError, refuse
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import best_fit_decreasing
 from energon_packing.packing.policies import Costs, Groups, Limits, Number, PackingPolicy
@@ -353,10 +353,10 @@ class WindowPacker[Key]:
     further limits per pack, by name."""
 
     def __init__(self, capacity: int, window: int = 256, limits: Mapping[str, Number] | None = None) -> None:
-        if capacity < 1:
-            raise ConfigError(f"capacity must be at least 1 token, not {capacity}")
-        if window < 1:
-            raise ConfigError(f"window must hold at least 1 sample, not {window}")
+        refuse(
+            (capacity < 1, f"capacity must be at least 1 token, not {capacity}"),
+            (window < 1, f"window must hold at least 1 sample, not {window}"),
+        )
         self.capacity = capacity
         self.window = window
         self.limits = dict(limits or {})

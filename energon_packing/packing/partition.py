@@ -84,7 +84,7 @@ def stable_order(values: np.ndarray) -> np.ndarray:
 def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | Sequence[int] | int) -> None:
     """Checks that each ``expected`` index (distinct and non-negative ones, or a number N for 0 to N - 1) is in exactly
     one group and no group is empty. Raises PackingError: names missing, duplicate, unexpected indices, empty groups."""
-    _check_indices(joined(groups).order, expected)
+    _check_indices(flat_groups(groups).order, expected)
 
 
 def check_groups(
@@ -92,7 +92,7 @@ def check_groups(
 ) -> None:
     """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit. Raises
     PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum."""
-    packs = joined(groups)
+    packs = flat_groups(groups)
     _check_indices(packs.order, lengths.size)
     if not len(packs):
         return
@@ -107,7 +107,7 @@ def check_groups(
             raise PackingError(f"pack {number} holds {sums[number]} {name}, limit {limit}; its indices: {indices}")
 
 
-def joined(groups: Sequence[np.ndarray | Sequence[int]]) -> PackGroups:
+def flat_groups(groups: Sequence[np.ndarray | Sequence[int]]) -> PackGroups:
     """Groups of any form in two arrays. Raises PackingError: a group is empty; names the groups."""
     if not isinstance(groups, PackGroups):
         offsets = np.cumsum([0, *map(len, groups)])

@@ -315,8 +315,7 @@ def recommendation(
         "packing.oversize": "split" if splits else None,
         "packing.balance_window": BALANCE_WINDOW if balances else None,
     }
-    hope = f"rows of {longer} would lose at most {share:.2%}."
-    hope = hope if longer > row else "no longer row is known to lose less."
+    hope = f"rows of {longer} would lose at most {share:.2%}" if longer > row else "no longer row is known to lose less"
     reasons = {
         f"Packing {helps}: packed rows are {_percent(chosen, 'fill')} full, micro-batches of {PADDED} samples padded "
         f"to the longest {_percent(chosen, 'padded')}, and rows of one sample {_percent(chosen, 'alone')}.": True,
@@ -326,7 +325,7 @@ def recommendation(
         f"{_percent(best, 'fill')}.": chosen is not best,
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
-        f"{_percent(best, 'lost')} of the tokens are in no row; {hope}": loses,
+        f"{_percent(best, 'lost')} of the tokens are in no row; {hope}.": loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
@@ -465,8 +464,7 @@ class Dealt:
                 raise UserError(f"{changes}, which needs a processor; {fix}")
             found = zip(over.tolist(), samples.remeasure(run, over), strict=True)
             made = [(at, number, size) for at, each in found for number, size in each.items()]
-            sized = [(at, number, size) for at, number, size in made if isinstance(size, Size)]
-            good = [each for each in sized if self.limits.holds(each[2])]
+            good = [(at, part, size) for at, part, size in made if isinstance(size, Size) and self.limits.holds(size)]
             kept, self.drops = joined(kept, of_pieces(kept, good)), len(made) - len(good)
         self.kept, self.tokens_of = kept, kept.sizes.tokens
         self.lost = np.maximum(samples.tokens - np.bincount(kept.source, self.tokens_of, len(sizes)), 0)
@@ -581,8 +579,8 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     from energon_packing.offline.source import source_parts
 
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=path, split=split))
-    shares = dict(dealt_shares(build_dataset(run, world_size=data_parallel)))
-    shares = {os.path.abspath(name): share for name, share in shares.items()}
+    dealt = dealt_shares(build_dataset(run, world_size=data_parallel))
+    shares = {os.path.abspath(name): share for name, share in dealt}
     readers = data_parallel * max(run.data.workers, 1)
     parts = source_parts(path, split)
     scale = samples.total / samples.measured

@@ -216,8 +216,7 @@ class ArgumentsRun(RunSource):
     step: str | None = None  # the forward step of the run, which no argument names
 
     def view(self) -> RunView:
-        config = self.reads().config
-        return view_of_arguments(self.words, world_size=self.world_size, step=self.step, config=config)
+        return view_of_arguments(self.words, world_size=self.world_size, step=self.step, config=self.reads().config)
 
     def reads(self) -> RunReads:
         """See `RunSource.reads`; what the run itself refuses of its arguments is the problem."""

@@ -445,8 +445,7 @@ def media_of(entry: Any) -> Media:
         if entry.get(what) is not None:
             whole = what not in ("fps", "duration")
             _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}", whole=whole)
-    lists = (tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in _LISTS)
-    names, times, points = lists
+    names, times, points = (tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in _LISTS)
     for frame in names:
         _RECORD.check_name(frame, kind, "a media entry")
     if (names or times) and (kind != "video" or entry.get("frames") != len(names) or names[0] != name):

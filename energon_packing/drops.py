@@ -144,12 +144,8 @@ class FrequentDrops:
 
     def _is_due(self, data: str, reason: str, modality: str, final: bool) -> bool:
         dropped, read = self._counts(data, reason, modality)
-        if not self._read or not dropped:
-            return False
-        if reason == _AT_ONCE:
-            return True
         many = final or (dropped >= FEWEST_DROPPED and self._counts(data, reason, "")[1] >= FEWEST_READ)
-        return many and dropped >= SHARE * read
+        return bool(self._read and dropped) and (reason == _AT_ONCE or (many and dropped >= SHARE * read))
 
     def _sentence(self, data: str, reason: str, modality: str) -> str:
         kinds = self._dropped[data, reason]

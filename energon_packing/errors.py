@@ -124,27 +124,25 @@ def read_again[T](place: object, read: Callable[[], T], forget: Callable[[], Non
         except (OSError, MemoryError) as error:
             if forget is not None:
                 forget()
-            waited, longest = time.monotonic() - began, _PATIENCE.get() if _is_away(error) else None
-            pause = PAUSES[tries] if tries < len(PAUSES) else LATER_PAUSE
+            waited, late = time.monotonic() - began, tries >= len(PAUSES)
+            longest = _PATIENCE.get() if _is_away(error) else None
             if longest is None:
-                if tries == len(PAUSES) or (isinstance(error, OSError) and fault_of(error) != "store"):
+                if late or (isinstance(error, OSError) and fault_of(error) != "store"):
                     if _PATIENCE.get() is not None and getattr(error, "errno", None) in _NO_FILES:
                         raise UserError(f"{place} cannot be opened ({error}); raise the limit (ulimit -n).") from error
                     raise
             else:
                 why = getattr(error, "strerror", None) or error
-                if waited >= longest and tries >= len(PAUSES):
+                if waited >= longest and late:
                     run = ", longer than data.storage_patience. No sample was dropped for it: see to the storage, and "
                     raise StoreAway(
                         f"{place} could not be read for {waited:.0f} s ({why})"
                         + (run + "continue from the last checkpoint." if longest else "; see to the storage.")
                     ) from error
-                if not told and (tries >= len(PAUSES) or waited > sum(PAUSES)):  # no warning: Python gives those once
+                if not told and (late or waited > sum(PAUSES)):  # no warning: Python gives those once
                     print(f"{place} cannot be read ({why}); waiting up to {longest:g} s.", file=sys.stderr, flush=True)
                     told = True
-                if tries >= len(PAUSES):
-                    pause = min(pause, longest - waited)
-            time.sleep(pause)
+            time.sleep(min(LATER_PAUSE, longest - waited) if late and longest is not None else PAUSES[tries])
             # A worker for which nobody waits any more; what was not imported has started none.
             processes = sys.modules.get("multiprocessing.process")
             if processes and (parent := processes.parent_process()) and not parent.is_alive():

@@ -48,10 +48,9 @@ def _values_of(node: Any, known: dict[int, int | None], most: int) -> int:
         return before
     known[id(node)] = None
     inner: list[Any] = [] if isinstance(node, yaml.ScalarNode) else node.value
-    if isinstance(node, yaml.ScalarNode):
-        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
-            raise refused(f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER} are read")
-    elif isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+        raise refused(f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER} are read")
+    if isinstance(node, yaml.MappingNode):
         seen: set[tuple[str, str]] = set()
         for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
             if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):

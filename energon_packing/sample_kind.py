@@ -25,6 +25,11 @@ AnyRun = Any  # a configuration: `SampleKind.run_class` of some kind
 NO_ROW = 2**30  # tokens of the row that samples are measured for: none is too long for it
 
 
+def _named(name: str) -> Any:
+    """The property that is the class of this name in `SampleKind.classes`."""
+    return property(lambda kind: kind._resolved(name))
+
+
 class SampleKind(ABC):
     """One kind of sample. Properties and methods import what they need when they are called.
 
@@ -67,20 +72,9 @@ class SampleKind(ABC):
     def _resolved(self, name: str) -> Any:
         return pkgutil.resolve_name(self.classes[name])
 
-    @property
-    def encoder_class(self) -> type[Any]:
-        """Its task encoder, online and offline."""
-        return self._resolved("encoder")
-
-    @property
-    def shard_packer(self) -> type[Any]:
-        """Writes stored packs: a `energon_packing.offline.formats.shards.ShardPacker`."""
-        return self._resolved("shard_packer")
-
-    @property
-    def stored_packs(self) -> type[Any]:
-        """Reads them: a `energon_packing.offline.packed.StoredPacks`."""
-        return self._resolved("stored_packs")
+    encoder_class = _named("encoder")  # its task encoder, online and offline
+    shard_packer = _named("shard_packer")  # writes stored packs: `energon_packing.offline.formats.shards.ShardPacker`
+    stored_packs = _named("stored_packs")  # reads them: a `energon_packing.offline.packed.StoredPacks`
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """Cooks a record as the loader does; a bad one carries its problem."""
@@ -203,10 +197,9 @@ def what_is_needed(error: ModuleNotFoundError, who: str, extras: Iterable[str] =
     parts = (error.name or "").split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     if {"megatron.bridge", "megatron.core", "einops", "qwen_vl_utils"} & {*names}:  # of no extra: they compile for CUDA
-        has = (
-            "a container of Megatron-Bridge has it, and bash scripts/setup.sh in the checkout installs what a CPU runs"
-        )
-        return f"{who} needs {error.name}, which is not installed; {has}"
+        has = "a container of Megatron-Bridge has it"
+        how = "bash scripts/setup.sh in the checkout installs what a CPU runs"
+        return f"{who} needs {error.name}, which is not installed; {has}, and {how}"
     known = {**EXTRA_OF, **{module: extra for kind in KINDS for module, extra in kind.extras.items()}}
     if (extra := next((known[name] for name in names if name in known), None)) is None:
         return None

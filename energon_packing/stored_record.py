@@ -23,15 +23,10 @@ Python stops at a thousand calls."""
 
 def is_too_deep(value: Any) -> bool:
     """Whether objects and lists of a JSON value lie too deep inside each other; does not recurse."""
-    level = [value]
+    level = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(LARGEST_DEPTH + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list | tuple)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list | tuple)
-        ]
+        inner = (each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer))
+        level = [each for each in inner if isinstance(each, dict | list | tuple)]
         if not level:
             return False
     return True

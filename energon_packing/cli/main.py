@@ -15,8 +15,7 @@ import pkgutil
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -27,44 +26,34 @@ from energon_packing.errors import UserError
 DEBUG_VARIABLE = "ENERGON_PACKING_DEBUG"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subcommand:
-    """A subcommand that is not imported yet: where it is (``module:name``), the line that ``--help`` prints, and the
-    extras of the package without which it does nothing."""
-
-    target: str
-    summary: str
-    extras: tuple[str, ...] = ()
-
-    def load(self) -> Any:
-        """Imports the module and returns its click command."""
-        return pkgutil.resolve_name(self.target)
-
-
-SUBCOMMANDS: dict[str, Subcommand] = {
-    name: Subcommand(target=f"energon_packing.cli.{name}:{name}", summary=summary, extras=tuple(extras))
-    for name, summary, *extras in (
-        ("convert", "Convert conversation files to an Energon data set."),
-        ("explain", "Say what happened to one sample, and which setting decided it.", "offline", "vlm"),
-        ("init", "Write a commented configuration file for a data set."),
-        ("ledger", "Count what a run emitted and dropped, over all restarts."),
-        ("measure", "Measure all samples of data sets once, without pixels.", "offline", "vlm"),
-        ("pack", "Store the packs of a plan, ready to be trained on.", "offline", "vlm"),
-        ("plan", "Plan the packs of a whole run from measured indexes.", "offline"),
-        ("preview", "Build real packs and show each of their samples.", "offline", "vlm"),
-        ("state", "Make the saved state of an online run portable.", "offline", "vlm"),
-        ("stats", "Show how samples are distributed, and how full packs would be.", "offline"),
-        ("validate", "Check a configuration against Bridge's rules and ours."),
-        ("verify", "Check that a packed directory holds what its plan says.", "offline", "vlm"),
-    )
+SUBCOMMANDS: dict[str, tuple[str, ...]] = {
+    "convert": ("Convert conversation files to an Energon data set.",),
+    "explain": ("Say what happened to one sample, and which setting decided it.", "offline", "vlm"),
+    "init": ("Write a commented configuration file for a data set.",),
+    "ledger": ("Count what a run emitted and dropped, over all restarts.",),
+    "measure": ("Measure all samples of data sets once, without pixels.", "offline", "vlm"),
+    "pack": ("Store the packs of a plan, ready to be trained on.", "offline", "vlm"),
+    "plan": ("Plan the packs of a whole run from measured indexes.", "offline"),
+    "preview": ("Build real packs and show each of their samples.", "offline", "vlm"),
+    "state": ("Make the saved state of an online run portable.", "offline", "vlm"),
+    "stats": ("Show how samples are distributed, and how full packs would be.", "offline"),
+    "validate": ("Check a configuration against Bridge's rules and ours.",),
+    "verify": ("Check that a packed directory holds what its plan says.", "offline", "vlm"),
 }
+"""Subcommands, each in the module of its name: the line that ``--help`` prints, and the extras of the package without
+which it does nothing."""
+
+
+def load(name: str) -> Any:
+    """Imports the module of a subcommand and returns its click command."""
+    return pkgutil.resolve_name(f"energon_packing.cli.{name}:{name}")
 
 
 class CommandGroup(click.Group):
     """A click group that knows its subcommands by name, imports one when it is used, and reports errors in one place.
     The error report is in `main` (not in a wrapper around it) so that click's test runner sees what a user sees."""
 
-    def __init__(self, *args: Any, table: dict[str, Subcommand], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, ...]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.table = table
 
@@ -72,7 +61,7 @@ class CommandGroup(click.Group):
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self.table[cmd_name].load() if cmd_name in self.table else None
+        return load(cmd_name) if cmd_name in self.table else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -86,13 +75,9 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the subcommands with the lines of the table; click's own listing would import each for its help."""
+        rows = [(name, told + f" [{','.join(extras)}]" * bool(extras)) for name, (told, *extras) in self.table.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [
-                    (name, f"{entry.summary} [{','.join(entry.extras)}]" if entry.extras else entry.summary)
-                    for name, entry in self.table.items()
-                ]
-            )
+            formatter.write_dl(rows)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Runs the command line and exits: 0, 1 or 2 as the subcommand says, 130 after Ctrl-C, 141 after a closed pipe.
@@ -150,7 +135,7 @@ def _sentence(error: Exception, group: CommandGroup, command: str) -> str:
     if isinstance(error, ModuleNotFoundError):
         from energon_packing.sample_kind import what_is_needed  # late: most commands end without an error
 
-        needed = what_is_needed(error, command or "this", group.table[command].extras if command else ())
+        needed = what_is_needed(error, command or "this", group.table[command][1:] if command else ())
         if needed is not None:
             return needed
     bug = "this is a bug in energon-packing: please report it with the output of `energon-packing --debug ...`"

@@ -301,7 +301,12 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     assumed = " (assumed: one replica; give --world-size)" if summary["world_size_assumed"] else ""
     evaluation, steps = summary["eval_context_parallel"], summary["micro_batches_per_step"]
     row = "pack" if summary["packing"] in ("online", "offline") else "sample"
-    lines = [
+    packs, measured = summary["global_batch_size_in_packs"], summary["measured_samples"]
+    kernels, memory, loader = (summary[name] for name in ("attention_kernels", "gpu_memory_bytes", "loader_memory_mb"))
+    hint = "give --tokens-per-sample to learn the global batch of packs with the same tokens"
+    rest = f"longest {summary['longest_sample']}, {summary['dropped_samples']} dropped"
+    sizes = ", ".join(f"{part} {size / GB:.1f} GB" for part, size in (memory or {}).items())
+    lines: list[tuple[str, Any]] = [
         ("GPUs", f"{summary['world_size']}{assumed}"),
         (
             "layout",
@@ -318,29 +323,17 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{counted(summary['global_batch_size'], row)}, up to {summary['max_tokens_per_step']} tokens per step"
             + (f", {steps} micro-batches per replica" if steps else ""),
         ),
+        ("samples", row == "pack" and summary["samples_per_step"] and f"about {summary['samples_per_step']} per step"),
+        ("packed", f"global batch of {packs} packs for the same tokens" if packs else row == "sample" and hint),
+        ("data", measured and f"{measured} samples measured: mean {summary['tokens_per_sample']} tokens, {rest}"),
+        ("fill", measured and summary["expected_fill"] is not None and f"{summary['expected_fill']:.1%} expected"),
+        ("epoch", measured and f"about {summary[f'{row}s_per_epoch']} {row}s, {summary['steps_per_epoch']} steps"),
+        ("kernels", kernels is not None and f"{summary['gpu']}: {', '.join(kernels) or 'none'}"),
+        ("kernels", kernels is None and summary["gpu"] is None and "no GPU was judged: give --gpu"),
+        (
+            "GPU memory",
+            f"about {sizes}" if memory else "not estimated: only for some of Bridge's models, see docs/validate.md",
+        ),
+        ("loader", loader and f"about {loader} MB on each rank that reads"),
     ]
-    if row == "pack" and summary["samples_per_step"]:
-        lines.append(("samples", f"about {summary['samples_per_step']} per step"))
-    if summary["global_batch_size_in_packs"]:
-        lines.append(("packed", f"global batch of {summary['global_batch_size_in_packs']} packs for the same tokens"))
-    elif row == "sample":
-        lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
-    if summary["measured_samples"]:
-        measured = f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens"
-        rest = f"longest {summary['longest_sample']}, {summary['dropped_samples']} dropped"
-        lines.append(("data", f"{measured}, {rest}"))
-        if summary["expected_fill"] is not None:
-            lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
-        rows = summary[f"{row}s_per_epoch"]
-        lines.append(("epoch", f"about {rows} {row}s, {summary['steps_per_epoch']} steps"))
-    if (left := summary["attention_kernels"]) is not None:
-        lines.append(("kernels", f"{summary['gpu']}: {', '.join(left) or 'none'}"))
-    elif summary["gpu"] is None:
-        lines.append(("kernels", "no GPU was judged: give --gpu"))
-    if (parts := summary["gpu_memory_bytes"]) is None:
-        lines.append(("GPU memory", "not estimated: only for some of Bridge's models, see docs/validate.md"))
-    else:
-        lines.append(("GPU memory", "about " + ", ".join(f"{part} {size / GB:.1f} GB" for part, size in parts.items())))
-    if summary["loader_memory_mb"]:
-        lines.append(("loader", f"about {summary['loader_memory_mb']} MB on each rank that reads"))
-    return lines
+    return [(name, text) for name, text in lines if text]

@@ -48,17 +48,12 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         check_bounds("encoder.limits", self)
-        tried = f"encoder.limits.when_over is {list(self.when_over)}"
+        tried, ratio = self.when_over, self.min_active_ratio
+        told, names = f"encoder.limits.when_over is {list(tried)}", "resize, truncate, drop and raise"
         refuse(
-            (
-                not self.when_over or len(set(self.when_over)) != len(self.when_over),
-                f"{tried}; name one or more of resize, truncate, drop and raise, each once.",
-            ),
-            ({"drop", "raise"} & {*self.when_over[:-1]}, f"{tried}; nothing can be tried after 'drop' or 'raise'."),
-            (
-                not 0.0 <= self.min_active_ratio < 1.0,
-                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it must be at least 0 and below 1.",
-            ),
+            (not tried or len({*tried}) != len(tried), f"{told}; name one or more of {names}, each once."),
+            ({"drop", "raise"} & {*tried[:-1]}, f"{told}; nothing can be tried after 'drop' or 'raise'."),
+            (not 0 <= ratio < 1, f"encoder.limits.min_active_ratio is {ratio}; it must be at least 0 and below 1."),
         )
 
 
@@ -171,19 +166,17 @@ class EncoderConfig:
             small, large = getattr(self, low), getattr(self, high)
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
+        day, extras = self.template_date, self.extra_fields
         refuse(
+            (not _is_date(day), f"encoder.template_date is {day!r}; write a date such as '2026-01-31'."),
             (
-                self.template_date is not None and not _is_date(self.template_date),
-                f"encoder.template_date is {self.template_date!r}; write a date such as '2026-01-31'.",
-            ),
-            (
-                len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields),
-                f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.",
+                len({*extras}) != len(extras) or not all(extras),
+                f"encoder.extra_fields is {list(extras)}; name each field once.",
             ),
         )
 
 
-def _is_date(text: str) -> bool:
+def _is_date(text: str | None) -> bool:
     with suppress(ValueError):
-        return date.fromisoformat(text).isoformat() == text
+        return text is None or date.fromisoformat(text).isoformat() == text
     return False

@@ -410,8 +410,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         names = ("pad_to_max_length", "pad_cu_seqlens", "max_cost_per_pack", "max_padded_pixels_per_pack")
-        alike = [f"packing.{name}" for name in names if getattr(self.packing, name)]
-        beside = [*alike, *(["data.order_micro_batches"] if self.data.order_micro_batches else ())]
+        beside = [f"packing.{name}" for name in names if getattr(self.packing, name)]
+        beside += ["data.order_micro_batches"] * self.data.order_micro_batches
         if self.parallel.is_dynamic and beside:
             raise ConfigError(
                 f"parallel.context_parallel is dynamic, which makes rows of many sizes of the packs of a plan, and "
@@ -432,15 +432,13 @@ def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple
     Raises: as `load_config`, except for keys and types, which `from_mapping` checks."""
     import yaml
 
-    values: Any = {}
-    where = "the defaults"
+    values: Any = None
+    where = "the defaults" if path is None else str(path)
     if path is not None:
-        where = str(path)
-        file = Path(path)
-        if not file.is_file():
+        if not Path(path).is_file():
             raise ConfigError(f"There is no configuration file {where}; give the path of a YAML file.")
         try:
-            values = load_yaml(file.read_text(encoding="utf-8-sig"))
+            values = load_yaml(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:
@@ -451,9 +449,9 @@ def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple
             line = f" (line {place.line + 1})" if place is not None else ""
             problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
             raise ConfigError(f"{where}{line} is not valid YAML: {problem}.") from error
-        values = {} if values is None else values
-        if not isinstance(values, dict):
-            raise ConfigError(f"{where} holds a {type(values).__name__}; expected sections such as 'packing:'.")
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} holds a {type(values).__name__}; expected sections such as 'packing:'.")
     for override in overrides:
         _apply(values, override)
     return values, where

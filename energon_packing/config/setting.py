@@ -69,18 +69,22 @@ def check_bounds(section: str, config: Any) -> None:
             raise ConfigError(f"{section}.{entry.name} is {value}; it must be a number above 0.")
 
 
+def _entries(config: Any, *effects: Effect) -> list[dataclasses.Field[Any]]:
+    """The fields of a configuration, or of its class, that have one of these effects, where any is given."""
+    entries = dataclasses.fields(config)
+    return [entry for entry in entries if not effects or entry.metadata.get("changes", "lengths") in effects]
+
+
 def marked(config: Any, mark: str, *effects: Effect) -> tuple[str, ...]:
     """Returns the fields of a configuration, or of its class, that have a mark, such as ``by_family``, and one of these
     effects where any is given."""
-    names = changing(config, *(effects or typing.get_args(Effect)))
-    return tuple(entry.name for entry in dataclasses.fields(config) if entry.metadata.get(mark) and entry.name in names)
+    return tuple(entry.name for entry in _entries(config, *effects) if entry.metadata.get(mark))
 
 
 def marked_and_set(config: Any, mark: str, *effects: Effect) -> dict[str, Any]:
     """Returns the fields that `marked` does, with their values, where these are not their defaults."""
-    names = marked(config, mark, *effects)
-    values = {entry: getattr(config, entry.name) for entry in dataclasses.fields(config) if entry.name in names}
-    return {entry.name: value for entry, value in values.items() if value != entry.default}
+    entries = (entry for entry in _entries(config, *effects) if entry.metadata.get(mark))
+    return {entry.name: value for entry in entries if (value := getattr(config, entry.name)) != entry.default}
 
 
 def newer_and_unset(config: Any) -> set[str]:
@@ -91,15 +95,13 @@ def newer_and_unset(config: Any) -> set[str]:
 def before(config: Any) -> dict[str, Any]:
     """Returns the fields of a configuration, or of its class, as which files without them count, with these values,
     where they are not the defaults."""
-    values = {entry.name: entry.metadata.get("before") for entry in dataclasses.fields(config)}
-    return {name: value for name, value in values.items() if value is not None}
+    entries = dataclasses.fields(config)
+    return {entry.name: value for entry in entries if (value := entry.metadata.get("before")) is not None}
 
 
 def changing(config: Any, *effects: Effect) -> tuple[str, ...]:
     """Returns the fields of a configuration, or of its class, whose effect is one of these."""
-    return tuple(
-        entry.name for entry in dataclasses.fields(config) if entry.metadata.get("changes", "lengths") in effects
-    )
+    return tuple(entry.name for entry in _entries(config, *effects))
 
 
 def length_free_of(encoder: Any) -> tuple[str, ...]:
@@ -111,8 +113,8 @@ def entries_of(config: Any) -> dict[str, tuple[str, ...]]:
     """Returns the fields of an encoder's configuration that its fingerprint states, each with its entries there."""
     return {
         entry.name: entry.metadata.get("entries") or (entry.name,)
-        for entry in dataclasses.fields(config)
-        if entry.name in changing(config, "lengths", "rows") and not entry.metadata.get("stated")
+        for entry in _entries(config, "lengths", "rows")
+        if not entry.metadata.get("stated")
     }
 
 

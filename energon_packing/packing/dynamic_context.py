@@ -12,6 +12,7 @@ The result follows from the samples and the `Domain` alone, so each rank of a ru
 """
 
 import heapq
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -162,7 +163,8 @@ def share_step(samples: StepSamples, domain: Domain) -> Step:
     mean = samples.cost / domain.ranks
     tried: list[tuple[int, int, np.ndarray, list[list[list[int]]]]] = []
     for share in SHARES:
-        chosen = _sizes_for(times, fits, share * mean)
+        short = fits & (times <= share * mean)  # the smallest size within the share, or the fastest
+        chosen = np.where(short.any(axis=0), short.argmax(axis=0), np.where(fits, times, np.inf).argmin(axis=0))
         blocks, load = _dealt(times, chosen, sizes, domain.ranks)
         tried.append((int(load.max()), len(tried), chosen, blocks))
         if load.max() * domain.ranks <= EVEN * load.sum():  # more ranks for some would only exchange more
@@ -232,12 +234,6 @@ def best_size(batches: Sequence[StepSamples], domain: Domain, seq_length: int) -
     return (None if both[0] >= (1 + GAIN) * both[1] else static), both[0], both[1]
 
 
-def _sizes_for(times: np.ndarray, fits: np.ndarray, most: float) -> np.ndarray:
-    """For each sample the place of its size in times ``[sizes, N]``: the smallest within `most`, or the fastest."""
-    short = fits & (times <= most)
-    return np.where(short.any(axis=0), short.argmax(axis=0), np.where(fits, times, np.inf).argmin(axis=0))
-
-
 def _dealt(
     times: np.ndarray, chosen: np.ndarray, sizes: Sequence[int], ranks: int
 ) -> tuple[list[list[list[int]]], np.ndarray]:
@@ -262,25 +258,20 @@ def _dealt(
 
 def _rows(members: Sequence[int], padded: np.ndarray, room: int, samples: StepSamples) -> Iterator[list[int]]:
     """Best fit, longest first: each sample to the fullest row of its group that holds it under all limits."""
-    limits = [*samples.limited.values()]
-    rows: list[tuple[int, list[int], list[int], int, set[int]]] = []
+    columns, bounds = zip((padded, room), *samples.limited.values(), strict=True)
+    rows: list[tuple[list[int], list[int], int, set[int]]] = []  # what is free of each limit, samples, group, sources
     for sample in sorted(members, key=lambda each: -int(padded[each])):
-        length, costs = int(padded[sample]), [int(cost[sample]) for cost, _ in limits]
-        group, source = int(samples.groups[sample]), int(samples.sources[sample])
-        best = -1
-        for at, (used, sums, _, of_group, sources) in enumerate(rows):
-            if used + length > room or (best >= 0 and used <= rows[best][0]) or of_group != group or source in sources:
-                continue
-            if all(a + b <= most for a, b, (_, most) in zip(sums, costs, limits, strict=True)):
-                best = at
-        if best < 0:
-            rows.append((length, costs, [sample], group, {source}))
-        else:
-            used, sums, held, _, sources = rows[best]
-            held.append(sample)
-            sources.add(source)
-            rows[best] = (used + length, [a + b for a, b in zip(sums, costs, strict=True)], held, group, sources)
-    return (held for _, _, held, _, _ in rows)
+        costs, group = [int(column[sample]) for column in columns], int(samples.groups[sample])
+        source = int(samples.sources[sample])
+        possible = [row for row in rows if costs[0] <= row[0][0] and row[2] == group and source not in row[3]]
+        possible.sort(key=lambda each: each[0][0])
+        fitting = (row for row in possible if all(map(operator.le, costs, row[0])))
+        if (row := next(fitting, None)) is None:
+            rows.append(row := ([*bounds], [], group, set()))
+        row[0][:] = map(operator.sub, row[0], costs)
+        row[1].append(sample)
+        row[3].add(source)
+    return (held for _, held, _, _ in rows)
 
 
 def _even(rows: list[list[SharedRow]], base: int, padded: np.ndarray, multiple: int) -> Iterator[list[SharedRow]]:

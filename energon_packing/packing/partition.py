@@ -6,6 +6,7 @@ samples are compared one by one: samples of equal length are placed together, pa
 tokens, and a byte map finds the next group that fits.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import overload
@@ -83,7 +84,7 @@ def stable_order(values: np.ndarray) -> np.ndarray:
 def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | Sequence[int] | int) -> None:
     """Checks that each ``expected`` index (distinct and non-negative ones, or a number N for 0 to N - 1) is in exactly
     one group and no group is empty. Raises PackingError: names missing, duplicate, unexpected indices, empty groups."""
-    _check_indices(flatten(groups)[0], expected)
+    _check_indices(flat_groups(groups).order, expected)
 
 
 def check_groups(
@@ -91,33 +92,29 @@ def check_groups(
 ) -> None:
     """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit. Raises
     PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum."""
-    flat, starts = flatten(groups)
-    _check_indices(flat, lengths.size)
-    if not starts.size:
+    packs = flat_groups(groups)
+    _check_indices(packs.order, lengths.size)
+    if not len(packs):
         return
     columns: dict[str, tuple[np.ndarray, int | float]] = {"tokens": (lengths, capacity)}
     columns.update({name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()})
     for name, (cost, limit) in columns.items():
-        sums = np.add.reduceat(cost[flat], starts)
+        sums = np.add.reduceat(cost[packs.order], packs.offsets[:-1])
         over = sums > (limit if cost.dtype.kind == "i" else limit * (1 + FLOAT_TOLERANCE))
         if over.any():
             number = int(over.argmax())
-            indices = some_of([int(index) for index in groups[number]], NAMED)
+            indices = some_of(packs[number].tolist(), NAMED)
             raise PackingError(f"pack {number} holds {sums[number]} {name}, limit {limit}; its indices: {indices}")
 
 
-def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All indices ``[N]`` int64, one group after another, and where each group starts ``[P]`` int64. Raises
-    PackingError: a group is empty; names the groups."""
-    if isinstance(groups, PackGroups):
-        sizes = np.diff(groups.offsets)
-    else:
-        sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
-    if not sizes.all():
-        raise PackingError(f"selection made empty packs: {some_of(np.flatnonzero(sizes == 0).tolist(), NAMED)}")
-    if isinstance(groups, PackGroups):
-        return groups.order, groups.offsets[:-1]
-    return np.concatenate([sizes[:0], *groups]).astype(np.int64, copy=False), np.cumsum(sizes) - sizes
+def flat_groups(groups: Sequence[np.ndarray | Sequence[int]]) -> PackGroups:
+    """Groups of any form in two arrays. Raises PackingError: a group is empty; names the groups."""
+    if not isinstance(groups, PackGroups):
+        offsets = np.cumsum([0, *map(len, groups)])
+        groups = PackGroups(np.concatenate([offsets[:0], *groups]).astype(np.int64, copy=False), offsets)
+    if (empty := np.flatnonzero(np.diff(groups.offsets) == 0)).size:
+        raise PackingError(f"selection made empty packs: {some_of(empty.tolist(), NAMED)}")
+    return groups
 
 
 def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int) -> None:
@@ -148,12 +145,10 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints:
     if tokens.size == 0:
         return 0
     constraints = constraints or Constraints()
-    bounds = [_martello_toth(tokens, capacity)]
-    for name, cost in constraints.costs.items():
-        if (limit := constraints.limits[name]) > 0:
-            # A float sum may exceed a whole number of packs by a rounding error, which must not count as another pack.
-            bounds.append(int(np.ceil(float(cost.sum()) / limit - 1e-9)))
-    return max(bounds)
+    pairs = [(float(cost.sum()), constraints.limits[name]) for name, cost in constraints.costs.items()]
+    # A float sum may exceed a whole number of packs by a rounding error, which must not count as another pack.
+    bounds = (math.ceil(total / limit - 1e-9) for total, limit in pairs if limit > 0)
+    return max([_martello_toth(tokens, capacity), *bounds])
 
 
 def _martello_toth(tokens: np.ndarray, capacity: int) -> int:

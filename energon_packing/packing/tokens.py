@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import UserError, refuse
 from energon_packing.packing.whole_list import Oversize, pack_lengths
 
 if TYPE_CHECKING:
@@ -159,10 +159,11 @@ def _rows(
     lengths: list[int], max_length: int, policy: str, oversize: Oversize
 ) -> tuple[list[list[Segment]], list[int]]:
     """Returns where each piece goes, row by row, and the indices of the sequences that are dropped."""
-    if max_length < 1:
-        raise ConfigError(f"max_length must be at least 1 token, not {max_length}")
-    if oversize not in ("raise", "drop", "truncate", "split"):
-        raise ConfigError(f"unknown oversize mode {oversize!r}, known: raise, drop, truncate, split")
+    known = ("raise", "drop", "truncate", "split")
+    refuse(
+        (max_length < 1, f"max_length must be at least 1 token, not {max_length}"),
+        (oversize not in known, f"unknown oversize mode {oversize!r}, known: {', '.join(known)}"),
+    )
     pieces: list[tuple[int, int, int]] = []  # sequence, offset, tokens
     dropped: list[int] = []
     for index, length in enumerate(lengths):
@@ -202,16 +203,9 @@ def _boundaries(rows: list[list[Segment]], dropped: list[int], max_length: int) 
     import torch
 
     boundaries = Boundaries([(segment.start, segment.end) for segment in row] for row in rows)
-    positions = np.empty((len(rows), max_length), dtype=np.int64)
-    cu_seqlens = []
-    for number, row in enumerate(rows):
-        ends = [segment.end for segment in row]
-        if ends[-1] < max_length:
-            ends.append(max_length)
-        starts = [0, *ends[:-1]]
-        for start, end in zip(starts, ends, strict=True):
-            positions[number, start:end] = np.arange(end - start)
-        cu_seqlens.append(torch.tensor([0, *ends], dtype=torch.int32))
-    boundaries.position_ids, boundaries.cu_seqlens = torch.from_numpy(positions), cu_seqlens
+    places = [np.unique([0, *(segment.end for segment in row), max_length]) for row in rows]
+    positions = [np.arange(max_length) - np.repeat(ends[:-1], np.diff(ends)) for ends in places]
+    boundaries.position_ids = torch.from_numpy(np.array(positions, dtype=np.int64).reshape(-1, max_length))
+    boundaries.cu_seqlens = [torch.from_numpy(ends.astype(np.int32)) for ends in places]
     boundaries.segments, boundaries.dropped = rows, dropped
     return boundaries

@@ -9,7 +9,7 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Constraints, Padded
-from energon_packing.packing.partition import PackGroups, check_groups, flatten, stable_order
+from energon_packing.packing.partition import PackGroups, check_groups, flat_groups, stable_order
 from energon_packing.packing.policies import Policy, get_policy
 from energon_packing.packing.policies.best_fit import pack_limited
 
@@ -69,11 +69,8 @@ def pack_lengths_flat(
     if kept is not None:
         tokens, limits = tokens[kept], limits.take(kept)
     run = get_policy(policy) if isinstance(policy, str) else policy
-    groups = run(tokens, capacity, limits, window=window, seed=seed)
+    groups = flat_groups(run(tokens, capacity, limits, window=window, seed=seed))
     check_groups(groups, tokens, capacity, limits)
-    if not isinstance(groups, PackGroups):
-        flat, starts = flatten(groups)
-        groups = PackGroups(flat, np.append(starts, flat.size))
     return groups if kept is None else PackGroups(kept[groups.order], groups.offsets)
 
 

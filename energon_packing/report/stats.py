@@ -82,7 +82,7 @@ def stats_report(
         **statistics(samples),
         "global_batch_size": (samples.planned or {}).get("global_batch_size", run.training.global_batch_size),
         "run": {"oversize": run.packing.oversize, "ranks": ranks, "workers": run.data.workers, "weights": weights},
-        "plan": planned_packing(samples.planned) if samples.planned else None,
+        "plan": samples.planned,
         "packing": [{name: value for name, value in row.items() if name not in ("fills", "part")} for row in compared],
         "recommendation": advice,
     }
@@ -268,18 +268,6 @@ def packings(
             yield _packed(samples, dealt, window, readers, ranks if is_own else 0, seed)
 
 
-def planned_packing(planned: Mapping[str, Any]) -> dict[str, Any]:
-    """The packs that a plan has, of all of its epochs; ``steps`` are those of the batch that it was made with, and
-    ``dropped`` and ``read`` samples of an epoch, as ``packing.drop_budget`` counts them."""
-    shares = _shares(planned["fill"], planned["aligned_fill"], 1)
-    return {**planned, **shares, "steps": int(planned["packs"]) // int(planned["global_batch_size"])}
-
-
-def _shares(tokens: float, aligned: float, room: float) -> dict[str, float]:
-    """What the tokens of all rows are: of samples, of their alignment, or of a row's tail."""
-    return {"fill": tokens / room, "alignment": (aligned - tokens) / room, "tail": 1 - aligned / room}
-
-
 def recommendation(
     samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]], ranks: int = 1
 ) -> dict[str, Any]:
@@ -327,8 +315,7 @@ def recommendation(
         "packing.oversize": "split" if splits else None,
         "packing.balance_window": BALANCE_WINDOW if balances else None,
     }
-    hope = f"rows of {longer} would lose at most {share:.2%}."
-    hope = hope if longer > row else "no longer row is known to lose less."
+    hope = f"rows of {longer} would lose at most {share:.2%}" if longer > row else "no longer row is known to lose less"
     reasons = {
         f"Packing {helps}: packed rows are {_percent(chosen, 'fill')} full, micro-batches of {PADDED} samples padded "
         f"to the longest {_percent(chosen, 'padded')}, and rows of one sample {_percent(chosen, 'alone')}.": True,
@@ -338,7 +325,7 @@ def recommendation(
         f"{_percent(best, 'fill')}.": chosen is not best,
         f"packing.oversize=split: {_percent(best, 'lost')} of the tokens are in no row; of split samples it is "
         f"{parted:.2%}.": splits,
-        f"{_percent(best, 'lost')} of the tokens are in no row; {hope}": loses,
+        f"{_percent(best, 'lost')} of the tokens are in no row; {hope}.": loses,
         "packing.oversize=raise: the run stops at the first sample that fits no row.": (
             oversize == "raise" and own["dropped"] > 0
         ),
@@ -477,8 +464,7 @@ class Dealt:
                 raise UserError(f"{changes}, which needs a processor; {fix}")
             found = zip(over.tolist(), samples.remeasure(run, over), strict=True)
             made = [(at, number, size) for at, each in found for number, size in each.items()]
-            sized = [(at, number, size) for at, number, size in made if isinstance(size, Size)]
-            good = [each for each in sized if self.limits.holds(each[2])]
+            good = [(at, part, size) for at, part, size in made if isinstance(size, Size) and self.limits.holds(size)]
             kept, self.drops = joined(kept, of_pieces(kept, good)), len(made) - len(good)
         self.kept, self.tokens_of = kept, kept.sizes.tokens
         self.lost = np.maximum(samples.tokens - np.bincount(kept.source, self.tokens_of, len(sizes)), 0)
@@ -555,12 +541,13 @@ class Dealt:
             of_pack = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
             cost = np.bincount(of_pack, costs_of[order].astype(np.float64))
             units: Any = limits.length_units(sizes)
-            aligned = int(units[order].sum()) * limits.multiple
+            real, aligned = int(sizes.tokens[order].sum()), int(units[order].sum()) * limits.multiple
             several = np.resize(random.permutation(tokens), (-(-tokens.size // PADDED), PADDED))
             padded = float(several.sum() / (PADDED * several.max(axis=1).sum()))
-            shares = _shares(int(sizes.tokens[order].sum()), aligned, len(packs) * row)
-            need = float(tokens.sum()) / drawn.size / (row * shares["fill"])
-            yield [*shares.values(), need, padded, float(tokens.mean()) / row], cost
+            room = len(packs) * row
+            shares = (real / room, (aligned - real) / room, 1 - aligned / room)
+            need = float(tokens.sum()) / drawn.size / (row * shares[0])
+            yield [*shares, need, padded, float(tokens.mean()) / row], cost
 
     def at_the_end(self, window: int, readers: int, room: float, seed: Sequence[int]) -> float:
         """Packs that a reader makes of a short epoch beyond those that its tokens fill, `room` tokens in each."""
@@ -592,8 +579,8 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     from energon_packing.offline.source import source_parts
 
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=path, split=split))
-    shares = dict(dealt_shares(build_dataset(run, world_size=data_parallel)))
-    shares = {os.path.abspath(name): share for name, share in shares.items()}
+    dealt = dealt_shares(build_dataset(run, world_size=data_parallel))
+    shares = {os.path.abspath(name): share for name, share in dealt}
     readers = data_parallel * max(run.data.workers, 1)
     parts = source_parts(path, split)
     scale = samples.total / samples.measured

@@ -237,14 +237,13 @@ def _bars(rows: Sequence[tuple[str, float, float]], *, label: str) -> str:
     room = WIDTH - LEFT - RIGHT
     parts = []
     for place, (name, value, error) in enumerate(rows):
-        y = place * (BAR + 4)
-        width = room * value / top
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">{escaped(name)}</text>')
-        parts.append(f'<rect class=bar x="{LEFT}" y="{y}" width="{max(width, 0.5):.1f}" height="{BAR}" rx="2"/>')
-        end = LEFT + room * (value + error) / top
-        if error:
-            low = LEFT + room * max(value - error, 0) / top
-            parts.append(f'<path class=error d="M{low:.1f} {y + BAR / 2}H{end:.1f}M{end:.1f} {y + 3}v{BAR - 6}"/>')
-        parts.append(f'<text class=soft x="{end + 5:.1f}" y="{y + 11}">{escaped(share(value))}</text>')
+        y, width = place * (BAR + 4), max(room * value / top, 0.5)
+        low, end = (LEFT + room * max(each, 0) / top for each in (value - error, value + error))
+        parts += [
+            f'<text x="{LEFT - 6}" y="{y + 11}" text-anchor="end">{escaped(name)}</text>',
+            f'<rect class=bar x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>',
+            f'<path class=error d="M{low:.1f} {y + BAR / 2}H{end:.1f}M{end:.1f} {y + 3}v{BAR - 6}"/>' if error else "",
+            f'<text class=soft x="{end + 5:.1f}" y="{y + 11}">{escaped(share(value))}</text>',
+        ]
     size = f'viewBox="0 0 {WIDTH} {len(rows) * (BAR + 4)}"'
     return f'<svg {size} role="img" aria-label="{escaped(label)}">{"".join(parts)}</svg>'

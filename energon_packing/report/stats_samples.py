@@ -47,7 +47,8 @@ class StatsSamples:
     remeasure: Callable[[RunConfig, np.ndarray], Sequence[Remeasured]] | None = None
     # of the ``measured`` samples; nothing where nobody counted
     pair_counts: PairCounts = field(default_factory=PairCounts)
-    # figures of a plan, of all epochs; of one its samples ``dropped`` and ``read`` as the budget counts; else None
+    # figures of a plan, of all epochs; of one its samples ``dropped`` and ``read`` as the budget counts; ``steps`` of
+    # the batch that it was made with; else None
     planned: Mapping[str, Any] | None = None
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
     family: str = ""  # `VisionFamily.name` of the encoder that measured; empty for clips
@@ -162,14 +163,17 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
             entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=path)
             frequent.add({}, [entry])
     counted = [unwished(*each) for each in zip(drops, sizes, strict=True)]  # as the planner asks the budget
+    fill, aligned = (float(facts.summary[name]) for name in ("fill", "aligned_fill"))
+    batch = facts.config.get("training", {}).get("global_batch_size", 1)
     planned = {
         **{name: int(facts.decided[name]) for name in ("seq_length", "multiple")},
-        **{name: float(facts.summary[name]) for name in ("fill", "aligned_fill")},
+        **{"fill": fill, "aligned_fill": aligned},
         **{"packs": facts.packs, "rows": facts.samples, "epochs": facts.epochs, "stages": facts.stages},
         "dropped": sum(often * lost.total() for often, (lost, _) in zip(times, counted, strict=True)),
         "read": sum(often * size for often, (_, size) in zip(times, counted, strict=True)),
-        "global_batch_size": facts.config.get("training", {}).get("global_batch_size", 1),
+        "global_batch_size": batch,
         "mix": {"datasets": dataset_names(datasets), "parts": facts.summary.get("mix", ())},
+        **{"alignment": aligned - fill, "tail": 1 - aligned, "steps": facts.packs // int(batch)},
     }
     return StatsSamples(
         path=str(plan.path),

@@ -379,13 +379,10 @@ def _fp8_recipe(container: Any) -> str | None:
 
 def _missing_metadata(specs: Any) -> str | None:
     """The metadata file of packs that exist already; packs that Bridge prepares itself bring their own."""
-    packs = getattr(specs, "packed_train_data_path", None)
-    if not getattr(specs, "pad_cu_seqlens", False) or packs is None:
+    packs, metadata = (getattr(specs, f"packed_{name}_path", None) for name in ("train_data", "metadata"))
+    if not getattr(specs, "pad_cu_seqlens", False) or packs is None or (metadata and Path(str(metadata)).is_file()):
         return None
-    metadata = getattr(specs, "packed_metadata_path", None)
-    if metadata is None:
-        return f"beside {packs}"
-    return None if Path(str(metadata)).is_file() else str(metadata)
+    return f"beside {packs}" if metadata is None else str(metadata)
 
 
 def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
@@ -399,9 +396,6 @@ def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
 
 def _names(members: Any) -> tuple[str, ...]:
     """Names of CUDA graph modules, given as strings or enumeration members, alone, comma-separated or in a list."""
-    if members is None:
-        return ()
-    if isinstance(members, list | tuple | set):
-        return tuple(name for member in members for name in _names(member))
-    name = members if isinstance(members, str) else str(getattr(members, "name", members))
-    return tuple(part.strip() for part in name.split(",") if part.strip())
+    several = members if isinstance(members, list | tuple | set) else [] if members is None else [members]
+    parts = (part.strip() for each in several for part in str(getattr(each, "name", each)).split(","))
+    return tuple(filter(None, parts))

@@ -74,9 +74,9 @@ class RunSource(ABC):
         """Returns the verdict of the installed Bridge on the run, or on an equivalent one."""
         return bridge_verdict(self.view())
 
-    @abstractmethod
     def measured(self) -> tuple[RunConfig, ParallelConfig]:
         """What `measure` runs, and the layout of its alignment. Raises ConfigError: the run has no data set of ours."""
+        raise ConfigError(f"--measure has no data set to read in {self.kind}; give --tokens-per-sample.")
 
     def measure(self, samples: int) -> None:
         """Measures this many samples of the data set, as the run reads them; the view then holds the results. Raises
@@ -216,12 +216,7 @@ class ArgumentsRun(RunSource):
     step: str | None = None  # the forward step of the run, which no argument names
 
     def view(self) -> RunView:
-        config = self.reads().config
-        return view_of_arguments(self.words, world_size=self.world_size, step=self.step, config=config)
-
-    def measured(self) -> tuple[RunConfig, ParallelConfig]:
-        """Refused, because arguments name no data set of ours."""
-        raise ConfigError("--measure has no data set to read in Megatron-LM arguments; give --tokens-per-sample.")
+        return view_of_arguments(self.words, world_size=self.world_size, step=self.step, config=self.reads().config)
 
     def reads(self) -> RunReads:
         """See `RunSource.reads`; what the run itself refuses of its arguments is the problem."""
@@ -273,9 +268,8 @@ def view_of_arguments(
     fields["dataset_seq_length"] = row_length(namespace_of(words))
     fields.setdefault("expert_tensor_parallel", fields.get("tensor_parallel", 1))  # Megatron-Core's own default
     packing = (config or RunConfig()).packing
-    least = {"pipeline_parallel": 1, "expert_parallel": 1, "tp_comm_overlap": 0}
-    if fields.get("sequence_packing_scheduler") or fields.get("dynamic_context_parallel"):
-        least = {"tp_comm_overlap": 0}
+    scheduled = fields.get("sequence_packing_scheduler") or fields.get("dynamic_context_parallel")
+    least = {"tp_comm_overlap": 0} | ({} if scheduled else {"pipeline_parallel": 1, "expert_parallel": 1})
     one_width = any(fields.get(name, alone) > alone for name, alone in least.items())  # as `run_config_of` says
     view = RunView(
         **fields,

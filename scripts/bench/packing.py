@@ -23,7 +23,7 @@ from bench import tiles
 from bench.length_lists import LOOK_ALIKE_SAMPLES, LengthList, load_lists, look_alike, omnibal_list
 from energon_packing.errors import UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import flatten, lower_bound
+from energon_packing.packing.partition import flat_groups, lower_bound
 from energon_packing.packing.policies import Groups, Policy, policy_names
 from energon_packing.packing.whole_list import pack_lengths
 
@@ -143,7 +143,8 @@ def figures(groups: Groups, lengths: np.ndarray) -> dict[str, Any]:
         emitted; ``held``: the most samples held at once. A pack is assumed to be emitted as soon as its newest sample
         and those of all packs before it have arrived. A policy that looks further ahead holds more.
     """
-    flat, starts = flatten(groups)
+    packs = flat_groups(groups)
+    flat, starts = packs.order, packs.offsets[:-1]
     if not starts.size:
         return dict.fromkeys(("delay_p99", "delay_max", "held"), 0)
     arrived = np.maximum.accumulate(np.maximum.reduceat(flat, starts)) + 1

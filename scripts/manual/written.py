@@ -81,7 +81,7 @@ def written() -> dict[Path, Callable[[], str]]:
 
 def commands() -> str:
     """docs/cli.md: every command as its own ``--help`` has it."""
-    from energon_packing.cli.main import SUBCOMMANDS, cli
+    from energon_packing.cli.main import SUBCOMMANDS, cli, load
 
     parts = [
         "# Commands\n\n"
@@ -90,12 +90,12 @@ def commands() -> str:
         "\nEvery command (of `state`: `state convert`) takes `--json`. Exit codes: 0 done, 1 a check failed, 2\n"
         "unusable input. `energon-packing --debug COMMAND` shows the traceback of an error.\n"
     ]
-    for name, entry in sorted(SUBCOMMANDS.items()):
+    for name, (_, *extras) in sorted(SUBCOMMANDS.items()):
         context = click.Context(cli, info_name="energon-packing")
         parts.append(f"\n## {name}\n\n")
-        if entry.extras:
-            parts.append(f"Needs `pip install '.[{','.join(entry.extras)}]'`.\n\n")
-        parts.append(_command(entry.load(), name, context))
+        if extras:
+            parts.append(f"Needs `pip install '.[{','.join(extras)}]'`.\n\n")
+        parts.append(_command(load(name), name, context))
     return "".join(parts)
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from energon_packing.cli.main import SUBCOMMANDS, CommandGroup, Subcommand, cli
+from energon_packing.cli.main import CommandGroup, cli, load
 from energon_packing.cli.terminal import table
 from energon_packing.errors import ConfigError
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> CommandGroup:
     """A group with one command for each way to end."""
-    module = ModuleType("endings_of_a_command")
+    module = ModuleType("energon_packing.cli.end")
     module.__spec__ = ModuleSpec(module.__name__, None)  # so that it can be found
 
     @click.command()
@@ -51,7 +51,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> CommandGroup:
 
     module.end = end  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    table = {"end": Subcommand(target="endings_of_a_command:end", summary="End.")}
+    table = {"end": ("End.",)}
 
     @click.group(cls=CommandGroup, table=table)
     @click.option("--debug", is_flag=True)
@@ -159,7 +159,7 @@ def test_each_command_can_be_loaded_and_has_help_with_an_example(name: str) -> N
     assert result.exit_code == 0, result.output
     assert f"energon-packing {name} " in result.stdout
     assert "--json" in result.stdout
-    assert SUBCOMMANDS[name].load().name == name
+    assert load(name).name == name
 
 
 def test_a_shell_can_complete_commands_and_options() -> None:

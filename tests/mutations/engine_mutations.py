@@ -225,7 +225,7 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="tokens may not stay free where tiles are scarce",
         test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[18-6016]",
         oracle="the lower bound",
-        edits=(("packing/policies/window.py", "max(1 - self.needs[0] / top - self.chance, 0.0)", "0.0"),),
+        edits=(("packing/policies/window.py", "for need in self.needs]", "for need in (max(self.needs), self.needs[1])]"),),
     ),
     Mutation(
         trap=248,

@@ -85,7 +85,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test="tests/packing/test_token_rows.py::"
         "test_a_model_sees_each_sequence_alone_only_by_positions_without_cache_and_mask",
         oracle="a model of transformers on each sequence alone",
-        edits=(("packing/tokens.py", "np.arange(end - start)", "np.arange(start, end)"),),
+        edits=(("packing/tokens.py", " - np.repeat(ends[:-1], np.diff(ends))", ""),),
     ),
     Mutation(
         trap=2,

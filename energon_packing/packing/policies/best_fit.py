@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import PackGroups, best_fit_decreasing, best_fit_into, flatten, lower_bound
+from energon_packing.packing.partition import PackGroups, best_fit_decreasing, best_fit_into, flat_groups, lower_bound
 from energon_packing.packing.policies import Groups, PackingPolicy
 from energon_packing.packing.policies.window import pack_window
 
@@ -95,10 +95,10 @@ def _in_copies(units: np.ndarray, capacity: int, constraints: Constraints) -> Pa
     drawn = np.random.default_rng(0).permutation(len(runs))
     tokens, *costs = (large[drawn] for large in largest)
     part = Constraints(costs=dict(zip(constraints.costs, costs, strict=True)), limits=constraints.limits)
-    flat, at = flatten(pack_window(tokens, capacity, part, window=WINDOW, seed=0))
-    pairs = zip((tokens, *costs), bounds, strict=True)
-    shares = np.stack([np.add.reduceat(column[flat], at) / (bound or 1) for column, bound in pairs])
-    needs, sizes = shares.sum(axis=1), np.diff(at, append=flat.size)
+    made = flat_groups(pack_window(tokens, capacity, part, window=WINDOW, seed=0))
+    flat, sizes, pairs = made.order, np.diff(made.offsets), zip((tokens, *costs), bounds, strict=True)
+    shares = np.stack([np.add.reduceat(column[flat], made.offsets[:-1]) / (bound or 1) for column, bound in pairs])
+    needs = shares.sum(axis=1)
     used = shares[needs > NEARLY * needs.max()].mean(axis=0)
     good = used >= np.median(used) - WASTED / 10
     number = np.full(len(runs), -1)
@@ -127,15 +127,15 @@ def _spread(units: np.ndarray, capacity: int, constraints: Constraints, times: i
         else:
             left = pack_window(units[again], capacity, part, window=WINDOW, seed=0)
         packs.pack[again] = int(packs.pack.max()) + 1 + _numbers(left)
-    used = np.bincount(packs.pack) > 0  # what was packed anew has left empty packs
-    return PackGroups.of((np.cumsum(used) - 1)[packs.pack])
+    # What was packed anew has left empty packs.
+    return PackGroups.of((np.cumsum(np.bincount(packs.pack) > 0) - 1)[packs.pack])
 
 
 def _numbers(groups: Groups) -> np.ndarray:
     """The number of the pack of each sample, ``[N]`` int64."""
-    flat, starts = flatten(groups)
-    numbers = np.empty(flat.size, dtype=np.int64)
-    numbers[flat] = np.repeat(np.arange(starts.size), np.diff(starts, append=flat.size))
+    packs = flat_groups(groups)
+    numbers = np.empty(packs.order.size, dtype=np.int64)
+    numbers[packs.order] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
     return numbers
 
 

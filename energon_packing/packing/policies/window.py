@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import PackingError, refuse
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.partition import best_fit_decreasing
 from energon_packing.packing.policies import Costs, Groups, Limits, Number, PackingPolicy
@@ -212,7 +212,9 @@ class _Fit:
 
     def finished(self, chosen: list[int]) -> list[int]:
         """The pack that begins with the samples `chosen`."""
-        spare, limit = self._spare(), self.bounds[self.second]
+        # What may stay free of tokens and of the second: what it surely needs less.
+        spare = [max(1 - need / max(self.needs) - self.chance, 0.0) for need in self.needs]
+        limit = self.bounds[self.second]
         units, loose = set(map(type, self.columns[self.second][: self.most])) <= {int, np.int64}, spare[0] > LOOSE
         levels, parts = LEVELS, ROOM_PARTS
         if loose:
@@ -227,11 +229,6 @@ class _Fit:
             # What the parts of a room leave of it is filled again, in finer ones.
             if loose or not added or self.free(chosen)[0] <= self.bounds[0] / FULL:
                 return chosen
-
-    def _spare(self) -> tuple[float, float]:
-        """The shares of a pack that may stay free of tokens and of the second: what it surely needs less."""
-        top = max(self.needs)
-        return max(1 - self.needs[0] / top - self.chance, 0.0), max(1 - self.needs[1] / top - self.chance, 0.0)
 
     def _oldest(self, places: Callable[[Sequence[float]], float]) -> list[int]:
         """The oldest samples that use up both resources evenly, until what is left has few places."""
@@ -255,7 +252,7 @@ class _Fit:
                     free, uneven = after, then
         return chosen
 
-    def _added(self, chosen: list[int], parts: int, levels: int, spare: tuple[float, float]) -> list[int]:
+    def _added(self, chosen: list[int], parts: int, levels: int, spare: Sequence[float]) -> list[int]:
         """What to add to `chosen`: tokens are cut into at most so many parts, the second into levels."""
         free, taken, limit = self.free(chosen), set(chosen), self.bounds[self.second] or 1
         room, left = int(free[0]), free[self.second]
@@ -356,10 +353,10 @@ class WindowPacker[Key]:
     further limits per pack, by name."""
 
     def __init__(self, capacity: int, window: int = 256, limits: Mapping[str, Number] | None = None) -> None:
-        if capacity < 1:
-            raise ConfigError(f"capacity must be at least 1 token, not {capacity}")
-        if window < 1:
-            raise ConfigError(f"window must hold at least 1 sample, not {window}")
+        refuse(
+            (capacity < 1, f"capacity must be at least 1 token, not {capacity}"),
+            (window < 1, f"window must hold at least 1 sample, not {window}"),
+        )
         self.capacity = capacity
         self.window = window
         self.limits = dict(limits or {})

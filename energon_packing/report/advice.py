@@ -11,7 +11,9 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -470,15 +472,11 @@ def advice_of(
     source, known = run_source((recipe,), world_size=gpus.count), is_index(path) or is_plan(path)
     refuse((not known, f"{path} is no index and no plan; make an index with `energon-packing measure`."))
     if not isinstance(source, ContainerRun):
-        raise UserError(
-            f"{recipe} is no recipe of Bridge; --advise takes module:function, or a YAML that Bridge wrote."
-        )
+        raise UserError(f"{recipe} is no recipe of Bridge; give module:function, or a YAML that Bridge wrote.")
     from energon_packing.bridge.dataset import cost_of_run  # Bridge can be imported now
 
-    container = source.container
-    other = (
-        f"{recipe} has a {type(container.dataset).__name__}; change its data set (`use_packed_data`, docs/bridge.md)."
-    )
+    container, other = source.container, type(source.container.dataset).__name__
+    other = f"{recipe} has a {other}; change its data set (`use_packed_data`, docs/bridge.md)."
     refuse((not hasattr(container.dataset, "run_config"), other))
     run = source.measured()[0]
     if (cost := cost_of_run(container)) is None:
@@ -500,40 +498,33 @@ def advice_of(
             cost = dataclasses.replace(cost, vision=vision, language={**cost.language, "visual": 0.0})
         refuse(("text_tokens" in samples.columns, f"{path} is an index of clips; there is no advice for them."))
 
-    def of(choice: Choice) -> RunConfig:
-        packing = dataclasses.replace(run.packing, seq_length=choice.row, cost_model="", cost_frozen=())
-        parallel = ParallelConfig(tensor_parallel=choice.multiple, sequence_parallel=choice.multiple > 1)
+    def of(row: int, multiple: int) -> RunConfig:
+        packing = dataclasses.replace(run.packing, seq_length=row, cost_model="", cost_frozen=())
+        parallel = ParallelConfig(tensor_parallel=multiple, sequence_parallel=multiple > 1)
         return dataclasses.replace(run, packing=packing, parallel=parallel)
 
-    made = dict[tuple[int, int], Packs]()
+    @cache
+    def packed(row: int, multiple: int) -> Packs:
+        return packs if samples is None else packs_of_index(samples, of(row, multiple), cost, seed=seed)
 
-    def packed(choice: Choice) -> Packs:
-        if samples is None:
-            return packs
-        if (key := (choice.row, choice.multiple)) not in made:
-            made[key] = packs_of_index(samples, of(choice), cost, seed=seed)
-        return made[key]
-
-    def foretold(choice: Choice) -> dict[str, float]:
-        return foretell(choice, packed(choice), dataclasses.replace(time, model=choice.model), seed=seed)
+    def foretold(choice: Choice) -> dict[str, Any]:
+        packs = packed(choice.row, choice.multiple)
+        found = foretell(choice, packs, dataclasses.replace(time, model=choice.model), seed=seed)
+        return _told(found, choice, packs, gpus)
 
     own, largest = Choice.of(container, gpus, {}), gpus.memory * (1 << 30) - SPARE
-    time, why_not = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count), ""
-    if gpus.count % math.prod([*own.sizes.values()][:3]) or own.rows % own.replicas:
-        why_not = f"{own.layout} and {own.rows} rows of a global batch do not divide each other on {gpus.count} GPUs"
-    elif own.row not in rows or multiple % own.multiple:
-        why_not = (
-            f"rows of {own.row} tokens, with samples of a multiple of {own.multiple}, are not asked for or planned"
-        )
+    time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
+    runs = gpus.count % math.prod([*own.sizes.values()][:3]) == 0 == own.rows % own.replicas
+    cannot = f"The recipe does not run as it is: {own.layout}, {own.rows} rows of {own.row} tokens in a global batch."
     if fit is not None:
-        refuse((bool(why_not), f"{recipe} does not run as it is, so {fit} is not of it: {why_not}."))
+        refuse((not runs, f"{fit} is not of {recipe} on {gpus.count} GPUs. {cannot}"))
         time = calibrated(time, own, fit)
     possible = [each for each in choices(container, gpus, rows) if not multiple or multiple % each.multiple == 0]
     fits = [each for each in possible if each.fits(largest, own)]
     different = {(each.layout, each.again, each.row): each for each in fits[::-1]}  # what `finalize()` leaves so
     tried = [(foretold(each), each) for each in different.values()]
-    refused, shown = Counter[str](), list[tuple[dict[str, float], Choice]]()
-    for told, choice in sorted(tried, key=lambda each: -each[0]["tokens"] * (1 - packed(each[1]).lost)):
+    refused, shown = Counter[str](), list[tuple[dict[str, Any], Choice]]()
+    for told, choice in sorted(tried, key=lambda each: -each[0]["tokens"] * (1 - each[0]["lost"])):
         said = objections(source, choice.overrides, gpus, ask=not shown)
         refused.update(said[:1])
         shown += [(told, choice)] * (not said)
@@ -544,24 +535,21 @@ def advice_of(
         reasons = ", ".join([large, *(f"{name} refuses {count}" for name, count in refused.most_common(3))])
         fix = "take other GPUs or another number of them, shorter rows, or another train.global_batch_size."
         raise UserError(f"{recipe} fits {gpus.count} x {gpus.name} in no way ({reasons}): {fix}")
-    as_it_is = None
-    try:
-        as_it_is = None if why_not else _told(foretold(own), own, packed(own), gpus)
-    except UserError as error:  # of a pipeline that Core refuses, for example
-        why_not = str(error)
+    as_it_is, best = None, shown[0][1]
+    with suppress(UserError):  # of a pipeline that Core refuses, for example
+        planned = not multiple or (own.row in rows and multiple % own.multiple == 0)
+        as_it_is = foretold(own) if runs and planned else None
     kind = "experts" if own.model.num_moe_experts else "images" if cost.vision else "text"
     report: dict[str, Any] = {
         "recipe": recipe,
         "gpus": dataclasses.asdict(gpus),
-        "choices": [_told(told, choice, packed(choice), gpus) for told, choice in shown],
+        "choices": [told for told, _ in shown],
         "own": as_it_is,
         **{"layouts": len(possible), "too_large": len(possible) - len(fits), "refused": dict(refused)},
         **{"measured": fit is not None, "scale": time.scale, "host": time.host, "error": ERRORS[kind]},
-        "warnings": [*_uncompared(shown[0][1], gpus, kind, measured=fit is not None), *warnings],
+        "warnings": [*_uncompared(best, gpus, kind, measured=fit is not None), *warnings, *[cannot] * (not as_it_is)],
     }
-    if why_not:
-        report["warnings"] += [f"The recipe does not run as it is: {why_not}."]
-    if samples is not None and (found := window_of(samples, of(shown[0][1]), seed=seed)):
+    if samples is not None and (found := window_of(samples, of(best.row, best.multiple), seed=seed)):
         report["choices"][0]["overrides"] += [f"dataset.packing.window={found[0]}"] * (found[0] != run.packing.window)
         report |= {"window": found[0], "fill": found[1]}
     return report | {"how": [*_how(report)]}
@@ -569,19 +557,15 @@ def advice_of(
 
 def _uncompared(best: Choice, gpus: Gpus, kind: str, *, measured: bool) -> list[str]:
     """Sentences about what no published run confirms, or no run at all."""
-    model, worst = best.model, f"{1 / (1 - ERRORS[kind]):.1f}"
-    spread = model.num_moe_experts and model.expert_model_parallel_size > gpus.node
+    worst, spread = f"{1 / (1 - ERRORS[kind]):.1f}", best.model.num_moe_experts and best.sizes["EP"] > gpus.node
+    reached = f"No dense model was compared on {gpus.name}, which is taken to reach {gpus.reached:.0%} of its peak."
     said = {
-        f"No dense model was compared on {gpus.name}, which is taken to reach {gpus.reached:.0%} of its peak.": (
-            gpus.name not in COMPARED and not measured
-        ),
+        reached: gpus.name not in COMPARED and not measured,
         f"Published runs with {kind} took up to {worst} times as long as foretold.": kind != "text" and not measured,
         "No run with context parallelism, or with experts over several nodes, was compared.": (
-            (model.context_parallel_size > 1 or bool(spread)) and not measured
+            (best.sizes["CP"] > 1 or spread) and not measured
         ),
-        "The memory of this model or precision is not known: it is divided as in the recipe, or more.": (
-            best.memory is None
-        ),
+        "The memory of this model or precision is not known: it is divided as in the recipe, or more.": not best.memory,
         f"Runs of up to 64 GPUs were compared, not of {gpus.count}: the network may be slower.": gpus.count > 64,
         f"Rows of up to 32,768 tokens were compared, not of {best.row:,}.": best.row > 32768,
     }

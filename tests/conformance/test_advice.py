@@ -282,7 +282,10 @@ def test_a_plan_is_advised_in_its_order_at_its_row_and_alignment(index, tmp_path
         (["--gpus", "1xl40s"], "fits 1 x l40s in no way"),
         (["--gpus", "8xh100", "--full"], "`stats --advise` does not take --full; leave it out."),
         (["--gpus", "8xh100", "--fit", "nothing"], "The metrics nothing cannot be read"),
-        (["--gpus", "6xh100", "--fit", "nothing"], "16 rows of a global batch do not divide each other on 6 GPUs"),
+        (
+            ["--gpus", "6xh100", "--fit", "nothing"],
+            "on 6 GPUs. The recipe does not run as it is: TP 2 SP DP 3, 16 rows of 8192 tokens",
+        ),
         ([], "--advise is about GPUs; give --gpus too"),
     ],
 )
@@ -297,7 +300,7 @@ def test_what_few_samples_say_is_said_and_no_more(tmp_path):
     found = advised(tmp_path / "index", "--advise", "bridge_configs.qwen25_vl:qwen25_vl_7b_sft", "--gpus", "6xh200")
     assert "window" not in found
     assert found["own"] is None
-    assert "16 rows of a global batch do not divide each other" in found["warnings"][-1]
+    assert "does not run as it is: TP 2 SP DP 3, 16 rows" in found["warnings"][-1]
     assert found["choices"][0]["lost"] > 0.01
     assert any("of the tokens are in samples that fit no such row" in each for each in found["how"])
 

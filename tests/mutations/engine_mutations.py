@@ -225,7 +225,9 @@ ENGINE_MUTATIONS: tuple[Mutation, ...] = (
         name="tokens may not stay free where tiles are scarce",
         test=TWO_LIMITS + "packs_under_two_limits_are_at_the_bound_whatever_the_window[18-6016]",
         oracle="the lower bound",
-        edits=(("packing/policies/window.py", "for need in self.needs]", "for need in (max(self.needs), self.needs[1])]"),),
+        edits=(
+            ("packing/policies/window.py", "for need in self.needs]", "for need in (max(self.needs), self.needs[1])]"),
+        ),
     ),
     Mutation(
         trap=248,

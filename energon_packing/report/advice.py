@@ -29,8 +29,9 @@ from energon_packing.offline.data_paths import is_index, is_plan
 from energon_packing.offline.index import Index
 from energon_packing.offline.order import balanced_order
 from energon_packing.offline.plan import Plan
+from energon_packing.offline.samples import Sizes
 from energon_packing.packing.balance import LINEAR, PATCH
-from energon_packing.packing.model_cost import PARTS, ModelCost, model_cost
+from energon_packing.packing.model_cost import PARTS, SQUARES, ModelCost, model_cost
 from energon_packing.packing.pipeline import Layout, Timeline, simulate, stage_costs
 from energon_packing.report.stats import FEW, NEGLIGIBLE_FILL, NEGLIGIBLE_LOSS, SETTLED, WINDOWS, Dealt
 from energon_packing.report.stats_samples import StatsSamples, samples_of_index
@@ -230,29 +231,29 @@ class Packs:
 def packs_of_index(samples: StatsSamples, run: RunConfig, cost: ModelCost, *, seed: int) -> Packs:
     """Packs of the samples of an index, or of `MOST_SAMPLES` drawn from it, as a plan makes them. Raises ConfigError:
     no sample fits a row."""
-    dealt, multiple = Dealt(dataclasses.replace(samples, remeasure=None), run), run.parallel.multiple
-    refuse(
-        (not len(dealt.kept), f"No sample fits a row of {run.packing.seq_length} tokens; give another --seq-length.")
-    )
+    dealt, row = Dealt(dataclasses.replace(samples, remeasure=None), run), run.packing.seq_length
+    refuse((not len(dealt.kept), f"No sample fits a row of {row} tokens; give another --seq-length."))
     chosen = _drawn(dealt, seed)
-    sizes, packs = dealt.kept.sizes.take(chosen), [*dealt.packs(chosen, None, steady=False, once=dealt.alike)]
-    aligned = [-(-each // multiple) * multiple for each in (sizes.length, sizes.second)]
-    costs = cost.costs(dataclasses.replace(sizes, length=aligned[0], second=aligned[1]))
-    starts = np.cumsum([0, *map(len, packs[:-1])])
-    columns = np.stack(np.broadcast_arrays(*costs, sizes.tokens, sum(aligned)))[:, np.concatenate(packs)]
-    *both, tokens, padded = np.add.reduceat(columns, starts, axis=1)
-    operations, lost = np.stack(both, axis=1) * float(cost.unit), dealt.lost_share(samples)[0]
-    return Packs(operations=operations, tokens=tokens, aligned=padded, lost=lost, epoch=dealt.tokens)
+    packs = [*dealt.packs(chosen, None, steady=False, once=dealt.alike)]
+    sizes, starts = dealt.kept.sizes.take(chosen[np.concatenate(packs)]), np.cumsum([0, *map(len, packs[:-1])])
+    lost, multiple = dealt.lost_share(samples)[0], run.parallel.multiple
+    return _packs(sizes, starts, cost, multiple, lost=lost, epoch=dealt.tokens)
+
+
+def _packs(sizes: Sizes, starts: np.ndarray, cost: ModelCost, multiple: int, **more: Any) -> Packs:
+    """Packs that begin at ``starts`` of these samples."""
+    first, second = (-(-each // multiple) * multiple for each in (sizes.length, sizes.second))
+    costs = cost.costs(dataclasses.replace(sizes, length=first, second=second))
+    columns = np.broadcast_arrays(*costs, sizes.tokens, first + second)
+    vision, language, tokens, aligned = (np.add.reduceat(each, starts, dtype=np.float64) for each in columns)
+    return Packs(operations=np.stack([vision, language], axis=1) * cost.unit, tokens=tokens, aligned=aligned, **more)
 
 
 def _drawn(dealt: Dealt, seed: int) -> np.ndarray:
     """Numbers of at most `MOST_SAMPLES` samples that fit a row, in random order; by weights, if there are any."""
     random, count, share = np.random.default_rng(seed), len(dealt.kept), dealt.share[dealt.kept.source]
-    return (
-        random.permutation(count)[:MOST_SAMPLES]
-        if dealt.alike
-        else random.choice(count, MOST_SAMPLES, p=share / share.sum())
-    )
+    share = None if dealt.alike else share / share.sum()
+    return random.choice(count, min(MOST_SAMPLES, count) if dealt.alike else MOST_SAMPLES, not dealt.alike, share)
 
 
 def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int, float] | None:
@@ -272,20 +273,17 @@ def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int,
 
 def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
     """The first packs of a plan."""
-    stop, multiple = min(len(plan), MOST_SAMPLES), int(plan.facts.decided["multiple"])
+    stop, facts = min(len(plan), MOST_SAMPLES), plan.facts
     table = pa.concat_tables(plan.tables(["pack", "length", "second"], 0, stop))
-    pack, *segments = (table.column(name).to_numpy().astype(np.int64) for name in table.schema.names)
-    aligned = [-(-each // multiple) * multiple for each in segments]
-    both = [cost.segment_sums(each.astype(np.float64)) for each in aligned]
-    language = sum(each * (both[0][name] + both[1][name]) for name, each in cost.language.items() if name in both[0])
-    starts = np.flatnonzero(np.diff(pack, prepend=-1))[:stop]
-    columns = np.stack([np.asarray(language), sum(segments), sum(aligned)])[:, : np.searchsorted(pack, stop)]
-    language, tokens, padded = np.add.reduceat(columns, starts, axis=1)
-    known = bool(plan.facts.config.get("packing", {}).get("cost_model"))
-    vision = plan.costs(0, stop)[:, 0] * _operations(cost, known=known)[0]
-    epoch = float(plan.facts.summary["fill"]) * int(plan.facts.decided["seq_length"]) * len(plan) / plan.facts.epochs
-    operations = np.stack([vision, language], axis=1)
-    return Packs(operations=operations, tokens=tokens, aligned=padded, epoch=epoch, ordered=True)
+    pack, length, second = (column.to_numpy().astype(np.int64) for column in table.columns)
+    nothing = dict.fromkeys(("images", "patches", *SQUARES), np.zeros_like(pack))
+    sizes = Sizes(length=length, second=second, **nothing).take(pack < stop)
+    starts = np.flatnonzero(np.diff(pack[pack < stop], prepend=-1))
+    known = bool(facts.config.get("packing", {}).get("cost_model"))
+    epoch = float(facts.summary["fill"]) * int(facts.decided["seq_length"]) * len(plan) / facts.epochs
+    packs = _packs(sizes, starts, cost, int(facts.decided["multiple"]), epoch=epoch, ordered=True)
+    packs.operations[:, 0] = plan.costs(0, stop)[:, 0] * _operations(cost, known=known)[0]
+    return packs
 
 
 def _operations(cost: ModelCost, *, known: bool) -> np.ndarray:

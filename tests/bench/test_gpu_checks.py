@@ -107,6 +107,29 @@ def test_a_kernel_that_reads_shifted_places_or_leaves_padding_unwritten_is_found
     assert gpu_kernels.check(gpu_kernels.Case(padding="real"), "any", "cpu")["equal"]
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "error"),
+        (getattr(torch, "AcceleratorError", torch.OutOfMemoryError)("a"), "error"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "error"),
+        (RuntimeError("t.cu:9 in f: CUDA Error: invalid argument"), "error"),
+        (ValueError("No dot product attention backend is available for the provided inputs."), "refused"),
+    ],
+)
+def test_a_gpu_that_failed_has_not_refused(on_cpu, error, kind):
+    def layer(*_):
+        raise error
+
+    on_cpu.setattr(gpu_kernels, "Layer", layer)
+    for found in (
+        gpu_kernels.check(gpu_kernels.Case(), "any", "cpu"),
+        gpu_kernels.speed(gpu_kernels.Case(), "any", [[16]], "cpu"),
+    ):
+        assert {"error", "refused"} & found.keys() == {kind}
+        assert found.get("equal", True) is (kind == "refused")
+
+
 def test_functions_that_need_no_gpu_are_equal_and_fused_ones_say_why_not():
     pytest.importorskip("megatron.core")
     rows = [*gpu_kernels.routers("cpu"), *gpu_kernels.rotary("cpu"), *gpu_kernels.losses("cpu")]

@@ -20,6 +20,7 @@ from energon_packing.errors import PackingError
 from energon_packing.validate.kernel_table import KERNELS, Attention, Machine, refused
 
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
+needs_bridge = pytest.mark.skipif(not gpu_checks._installed("megatron.bridge"), reason="Bridge is not installed")
 
 
 class OnCpu:
@@ -162,6 +163,46 @@ def test_whole_jobs_count_what_packing_before_them_costs(monkeypatch, tmp_path):
     assert [row["total_seconds"] for row in rows] == [60, 20, 30]
     assert verdict["total_cpu_seconds"] == {"packs": 0.33, "packs made before": 0.5}
     assert verdict["tokens_per_cpu_second"] == {"packs": 3, "packs made before": 3}
+
+
+@needs_bridge
+def test_every_pass_copies_the_pixels_and_keeps_none_of_them(monkeypatch, tmp_path):
+    from support.bridge_cpu import stand_ins, tiny_models, training_run
+
+    stand_ins.install()
+    from bench import train_run
+    from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+    from megatron.bridge.training.vlm_step import get_batch_from_iterator
+
+    copied, pixels = [], torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **_: copied.append(self) or self.clone())
+    batch = {"visual_inputs": GenericVisualInputs(pixel_values=pixels)}
+
+    def steps(batches, *_):
+        for _ in range(2):
+            get_batch_from_iterator(iter(batches), is_first_pp_stage=True, is_last_pp_stage=True)
+        return SimpleNamespace(optimizer=SimpleNamespace())
+
+    steps(train_run._Passes([batch]))
+    pack = SimpleNamespace(batch=SimpleNamespace(to_bridge=lambda: batch), vision_cost=1)
+    for owner, name, stand_in in (
+        (train_run, "open_packs", lambda _: ([pack], None)),
+        (train_run, "watched", lambda packs, *_, **__: iter(packs)),
+        (train_run, "_model", lambda _: {}),
+        (train_run, "_data_set", lambda batches, *_: batches),
+        (train_run, "_training", lambda _job, batches, *_, **__: steps(batches)),
+        (tiny_models, "hugging_face_config", lambda *_, **__: SimpleNamespace(save_pretrained=lambda _: None)),
+        (training_run, "process_groups", contextlib.nullcontext),
+        (training_run, "run", lambda *_, **__: None),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    job = train.TrainJob(
+        rows="packs", data="", processor="", family="x", seq_length=1, window=1, micro_batch_size=1, passes=1,
+        pixels=(1, 1), metrics=str(tmp_path), mixes=[("", 1)],
+    )  # fmt: skip
+    train_run.costs(job)
+    assert len(copied) == 4
+    assert all(each is pixels for each in copied), "and none is there already"
 
 
 @pytest.fixture

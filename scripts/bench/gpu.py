@@ -18,9 +18,11 @@ The parts, each at most 8 minutes (``--limit``):
 
 Prints one JSON line per result and stores each at once in ``gpu-DEVICE.json`` in ``--out``, with ``gpu-DEVICE.md``
 beside it, a report to paste. A part that has had its time stops before its next row. The same command again goes on
-with the rows that are not stored (``--again`` runs all anew). A part whose package is not installed is not run; one
-that cannot be imported for another reason has failed. ``--device cpu`` runs what a CPU can, in a tiny form. Exit codes:
-0 all that ran is equal, or there is no device; 1 something differs or failed; 2 unusable input.
+with the rows that are not stored, those that failed last (``--again`` runs all anew). Rows of other releases or
+``NVTE_`` variables are not kept. A part or row whose package is not installed is not run; one that cannot be imported
+for another reason has failed. Where the device itself fails, the command ends, since nothing runs there until it starts
+again. ``--device cpu`` runs what a CPU can, in a tiny form. Exit codes: 0 all that ran is equal, or there is no device;
+1 something differs or failed; 2 unusable input.
 
 The functions take the kernel or the device as an argument, so the code around a kernel can be tested without a GPU.
 """
@@ -39,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -51,7 +53,6 @@ import torch
 import energon_packing
 from bench import gpu_kernels
 from energon_packing import thd
-from energon_packing.errors import PackingError
 
 Row = Mapping[str, Any]
 Units = Iterator[tuple[str, Callable[[], Row | Iterable[Row]]]]
@@ -60,6 +61,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 480
 """Seconds of a part."""
 ROWS = 200
+OURS = ("ours", "ours, in Bridge")
 FLASH_TOLERANCE = 5e-2
 """Largest difference of a logit in bfloat16; in float32 `support.parity.hugging_face_parity` has it."""
 
@@ -133,11 +135,14 @@ def pixels_check(device: str = "cuda") -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a part is told: its device, a folder for metrics that stay, and the rows of the part that are stored."""
+    """What a part is told: its device, a folder for metrics that stay, the rows of the part that are done, and names of
+    those that failed before and of those that do not run now."""
 
     device: str
     metrics: Path
     stored: list[dict[str, Any]] = field(default_factory=list)
+    failed: Set[str] = frozenset()
+    later: Set[str] = frozenset()
 
     @property
     def tiny(self) -> bool:
@@ -145,33 +150,41 @@ class Run:
         return self.device == "cpu"
 
 
+class NotYet(Exception):
+    """A row compares others that are not stored."""
+
+
 def handover(run: Run) -> Units:
     """See `same_packs` and `hand_over`."""
-    from support.bridge_cpu import stand_ins
-
-    from bench.loader_data import prepare_data
-    from bench.train_run import TrainJob, open_packs
-    from energon_packing.demo import processor_path
-    from energon_packing.validate.verdict import import_bridge
-
-    if run.tiny:
-        stand_ins.install()
-    else:
-        import_bridge(placeholders=not _installed("transformer_engine"))
-    torch.zeros(1, device=run.device)
     with tempfile.TemporaryDirectory(prefix="gpu-handover-") as work:
-        data = prepare_data(Path(work), conversations=24 if run.tiny else 120)
-        processor = str(processor_path("qwen3_vl"))
-        job = TrainJob(rows="packs", data=str(data.root), processor=processor, family="qwen3_vl",
-                       seq_length=2048 if run.tiny else 8192, window=256, micro_batch_size=1, passes=1,
-                       pixels=(128 * 128, 512 * 512))  # fmt: skip
+
+        @cache
+        def job() -> Any:
+            from support.bridge_cpu import stand_ins
+
+            from bench.loader_data import prepare_data
+            from bench.train_run import TrainJob
+            from energon_packing.demo import processor_path
+            from energon_packing.validate.verdict import import_bridge
+
+            if run.tiny:
+                stand_ins.install()
+            else:
+                import_bridge(placeholders=not _installed("transformer_engine"))
+            torch.zeros(1, device=run.device)
+            data = prepare_data(Path(work), conversations=24 if run.tiny else 120)
+            return TrainJob(rows="packs", data=str(data.root), processor=str(processor_path("qwen3_vl")),
+                            family="qwen3_vl", seq_length=2048 if run.tiny else 8192, window=256, micro_batch_size=1,
+                            passes=1, pixels=(128 * 128, 512 * 512))  # fmt: skip
 
         @cache
         def packs(_reading: int = 0) -> list[Any]:
-            return [pack.batch for pack in open_packs(job, workers=2)[0]]
+            from bench.train_run import open_packs
+
+            return [pack.batch for pack in open_packs(job(), workers=2)[0]]
 
         yield "packs on the device and on the host", lambda: same_packs(packs(), packs(1), run.device)
-        for way in ("ours", "Bridge") if run.tiny else ("ours", "Bridge, pinned", "Bridge, not pinned"):
+        for way in (*OURS, *(("Bridge",) if run.tiny else ("Bridge, pinned", "Bridge, not pinned"))):
             yield way, partial(lambda way: hand_over(way, packs(), run.device), way)
 
 
@@ -217,28 +230,38 @@ def hand_over(way: str, packs: Sequence[Any], device: str, repeats: int = 3) -> 
     twice as long.
 
     Args:
-        way: ``ours``: bytes of pixels on a stream of their own, pinned here, finished on the device; or Bridge's
-            ``vlm_step``, which copies the processor's numbers on the main stream. ``Bridge, pinned``: these are in
-            pinned memory already, which costs nothing here.
+        way: ``ours``: bytes of pixels on a stream of their own, finished on the device. ``ours, in Bridge``: the same
+            through Bridge's ``vlm_step``, as a run with our data set has it. ``Bridge``: ``vlm_step`` copies the
+            processor's numbers on the main stream, from memory that is pinned or not.
 
     Returns:
-        Means per pack: ``megabytes`` that are copied; ``ms`` of the hand-over, ``compute_ms`` of the computation,
-        ``both_ms``; and ``overlap``, the share of the hand-over that the computation hides (on a GPU).
+        Means per pack: ``megabytes`` that are copied; ``pin_ms`` of pinning them, for which training has a thread, and
+        which the others leave out (on a GPU); ``ms`` of the hand-over, ``compute_ms`` of the computation, ``both_ms``;
+        and ``overlap``, the share of the hand-over that the computation hides (on a GPU).
     """
     from megatron.bridge.training.vlm_step import get_batch_from_iterator
 
     from energon_packing.energon.replica_reader import DeviceCopy
 
+    ours = way in OURS
+    copy = DeviceCopy(pixels=True) if ours else None
+
     def bridge(batch: Any) -> Any:
+        batch = batch if copy is None else copy.take(*copy.start(batch))
         form = iter([batch.to_bridge()])  # which the step changes
         return get_batch_from_iterator(form, is_first_pp_stage=True, is_last_pp_stage=True)
 
-    hand: Callable[[Any], Any] = bridge
-    given = list(packs) if way == "ours" else [batch.finished() for batch in packs]
-    if way == "ours":
-        hand = partial(_on_device, DeviceCopy(pixels=True), device=device)
-    elif way == "Bridge, pinned":
-        given = [batch.pin_memory() for batch in given]
+    hand: Callable[[Any], Any] = partial(_on_device, copy, device=device) if way == "ours" else bridge
+    given = list(packs) if ours else [batch.finished() for batch in packs]
+    pinning: list[float] = []
+    if device != "cpu" and way != "Bridge, not pinned":
+        for _ in range(1 + repeats):  # the first allocates
+            pinned, pinning = [], []
+            for batch in given:
+                began = time.perf_counter()
+                pinned.append(batch.pin_memory())
+                pinning.append(1e3 * (time.perf_counter() - began))
+        given = pinned
     side = 64 if device == "cpu" else 4096
     factor = torch.randn(side, side, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
 
@@ -264,8 +287,9 @@ def hand_over(way: str, packs: Sequence[Any], device: str, repeats: int = 3) -> 
     )
     computed = statistics.median(milliseconds(times, None) for _ in range(repeats))
     forms = [{spec.name: getattr(each, spec.name) for spec in fields(each)} for each in given]
-    moved = [_bytes(form if way == "ours" else bridge(each)) for form, each in zip(forms, given, strict=True)]
+    moved = [_bytes(form if ours else bridge(each)) for form, each in zip(forms, given, strict=True)]
     told = {"megabytes": statistics.mean(moved) / 1e6, "ms": copied, "compute_ms": computed, "both_ms": both}
+    told |= {"pin_ms": statistics.mean(pinning)} if pinning else {}
     told |= {} if device == "cpu" else {"overlap": min(1.0, max(0.0, (copied + computed - both) / copied))}
     return {"check": "handover", "way": way, **{name: round(value, 3) for name, value in told.items()}}
 
@@ -284,10 +308,14 @@ def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def indices(_run: Run) -> Units:
     """See `partition_check`."""
-    import transformer_engine.pytorch  # noqa: F401  (loads the compiled module)
-    import transformer_engine_torch  # type: ignore[import-not-found]
 
-    yield "indices", lambda: partition_check(transformer_engine_torch.thd_get_partitioned_indices)
+    def compared() -> dict[str, Any]:
+        import transformer_engine.pytorch  # noqa: F401  (loads the compiled module)
+        import transformer_engine_torch  # type: ignore[import-not-found]
+
+        return partition_check(transformer_engine_torch.thd_get_partitioned_indices)
+
+    yield "indices", compared
 
 
 def parity(run: Run) -> Units:
@@ -323,17 +351,19 @@ def step(run: Run) -> Units:
     kinds = train.kinds(bench)
 
     def measure(work: Path, *kind: Any) -> dict[str, Any]:
-        row = train.measure_kind(bench, data, work, *kind)
+        row = train.measure_kind(bench, data(), work, *kind)
         return row | {"estimated_peak_mb": sum(row["estimated_mb"].values())}
 
     def verdict() -> dict[str, Any]:
-        if len(run.stored) < len(kinds):
-            raise PackingError("kinds of rows are missing")
-        told = train.verdict(run.stored)
+        names = [train.kind_name(*kind) for kind in kinds]
+        rows = [row for row in run.stored if row["row"] in names]
+        if len(rows) < len(kinds):
+            raise NotYet
+        told = train.verdict(rows)
         return {**told, "check": "step", "equal": told["same_samples"] and told["same_loss"]}
 
     with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:
-        data = prepare_data(Path(work), conversations=bench.conversations)
+        data = cache(lambda: prepare_data(Path(work), conversations=bench.conversations))
         for kind in kinds:
             yield train.kind_name(*kind), partial(measure, Path(work), *kind)
     yield "verdict", verdict
@@ -447,7 +477,7 @@ PARTS = {
         what="packs on the device and on the host; per pack, megabytes and milliseconds of our hand-over and of "
         "Bridge's, alone and behind a computation, and the share that this hides",
         units=handover,
-        columns=("megabytes", "ms", "compute_ms", "both_ms", "overlap", "packs", "different", "waits"),
+        columns=("megabytes", "pin_ms", "ms", "compute_ms", "both_ms", "overlap", "packs", "different", "waits"),
         needs=("megatron.bridge",),
     ),
     "pixels": Part(
@@ -501,37 +531,88 @@ def _installed(package: str) -> bool:
         return False
 
 
-def run_part(name: str, run: Run, end: float, keep: Callable[[str, list[dict[str, Any]]], None]) -> dict[str, Any]:
+def _missing(error: Exception) -> str:
+    """Returns the package that an error is about, if it is not installed."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return "" if not name or _installed(name) else name
+
+
+def _failure(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def broken() -> str:
+    """Returns what the GPU says if it failed: after an illegal access, for one, all that a process asks for fails."""
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the next row or part may start a program of its own
+    except Exception as error:
+        return _failure(error)
+    return ""
+
+
+Keep = Callable[[str, list[dict[str, Any]]], None]
+BROKEN = "the device failed"
+
+
+def run_part(name: str, run: Run, end: float, keep: Keep) -> dict[str, Any]:
     """Runs the rows of a part that are not stored, until a time of `clock`; ``keep`` gets the name and results of each.
 
     Returns:
         What became of the part: ``left`` rows, and ``why`` they are left.
     """
-    why, left, stored = "", 0, {row["row"] for row in run.stored}
+    why, left, fault, stored = "", 0, "", {row["row"] for row in run.stored}
     try:
         for unit, work in PARTS[name].units(run):
-            if unit in stored:
+            if unit in stored or unit in run.later:
                 continue
-            if clock() >= end:
-                left, why = left + 1, "stopped"
+            if why == BROKEN or clock() >= end:
+                left, why = left + (unit not in run.failed), why or "stopped"
                 continue
             try:
-                found = work()
-                rows = [dict(found)] if isinstance(found, Mapping) else [dict(row) for row in found]
-            except ModuleNotFoundError:
-                raise
-            except Exception as error:  # a kernel's own error is a result too, like those of the other rows
-                rows = [{"check": name, "equal": False, "error": f"{type(error).__name__}: {error}"}]
+                rows = _results(name, work)
+            except NotYet:
+                left += unit not in run.failed
+                continue
+            if run.device == "cuda" and any({"error", "refused"} & row.keys() for row in rows) and (said := broken()):
+                rows, why = [_as_error(row, said) for row in rows], BROKEN
             for row in rows:
                 if run.tiny and "refused" in row:
                     row.pop("equal", None)  # a fused function that only a GPU has
             keep(unit, rows)
     except Exception as error:
-        package = error.name if isinstance(error, ModuleNotFoundError) else None
-        if package is not None and not package.startswith("energon_packing"):
+        if package := _missing(error):
             return {"left": left, "why": f"not run: needs a package that is not installed: {package}"}
-        keep("", [{"check": name, "equal": False, "error": f"{type(error).__name__}: {error}"}])
+        fault = _failure(error)
+    if run.device == "cuda" and why != BROKEN and (said := broken()):
+        fault, why = fault or said, BROKEN
+    if fault:
+        keep("", [{"check": name, "equal": False, "error": fault}])
     return {"left": left, "why": why}
+
+
+def _results(name: str, work: Callable[[], Row | Iterable[Row]]) -> list[dict[str, Any]]:
+    """The results of a row; what it raises is one too, like a kernel's own error."""
+    try:
+        found = work()
+        return [dict(found)] if isinstance(found, Mapping) else [dict(row) for row in found]
+    except NotYet:
+        raise
+    except Exception as error:
+        if package := _missing(error):
+            return [{"check": name, "needs": package}]
+        return [{"check": name, "equal": False, "error": _failure(error)}]
+
+
+def _as_error(row: dict[str, Any], said: str) -> dict[str, Any]:
+    """A row after which the device has failed, whatever the row took it for."""
+    if "refused" not in row:
+        return row
+    return {name: value for name, value in row.items() if name != "refused"} | {"error": said, "equal": False}
+
+
+def _done(row: Mapping[str, Any]) -> bool:
+    return not {"error", "needs"} & row.keys()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -561,69 +642,103 @@ def main(argv: Sequence[str] | None = None) -> int:
     told: dict[str, Any] = {"device": name, **environment(device), "parts": {}, "results": []}
     if file.exists():
         try:
-            stored = json.loads(file.read_text())
-            told["results"] = [row for row in stored["results"] if row["releases"] == told["releases"]]
-            kept = {row["part"] for row in told["results"]}
-            told["parts"] = {part: state for part, state in stored["parts"].items() if part in kept}
-        except (ValueError, KeyError, TypeError) as error:
-            print(f"error: {file} cannot be read ({type(error).__name__}: {error}); remove it", file=sys.stderr)
+            told |= read(file, told)
+        except KeyError as error:
+            print(f"error: {file} is of an older version (it has no {error}); remove it", file=sys.stderr)
+            return 2
+        except (ValueError, TypeError, AttributeError) as error:
+            print(f"error: {file} cannot be read ({_failure(error)}); remove it", file=sys.stderr)
             return 2
     shown = ("results", "parts")
     print(json.dumps({key: value for key, value in told.items() if key not in shown}), flush=True)
     return run_parts(given.check or list(PARTS), device, told, file, given)
 
 
+def read(file: Path, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the stored ``results`` with the releases and variables of this run, and the ``parts`` that have any.
+
+    Raises:
+        KeyError: a version before this stored it.
+    """
+    stored = json.loads(file.read_text())
+    same = ("releases", "variables")
+    rows = [row for row in stored["results"] if all(row[name] == told[name] for name in same)]
+    kept = {row["part"] for row in rows}
+    if others := len(stored["results"]) - len(rows):
+        print(f"{file}: {others} rows of other releases or NVTE_ variables are not kept", file=sys.stderr)
+    return {"results": rows, "parts": {part: dict(state) for part, state in stored["parts"].items() if part in kept}}
+
+
 def run_parts(names: Sequence[str], device: str, told: dict[str, Any], file: Path, given: argparse.Namespace) -> int:
-    """Runs parts and stores what each row gives; returns the exit code."""
+    """Runs parts and stores what each row gives; returns the exit code. Rows that failed in a command before come last,
+    when all parts have had their turn, since they may end this one too."""
     last = clock() + 60 * given.minutes
-    for number, name in enumerate(names, start=1):
-        state = {} if given.again else told["parts"].get(name, {})
-        own = [row for row in told["results"] if row["part"] == name and not given.again and "error" not in row]
-        told["results"] = [row for row in told["results"] if row["part"] != name] + own  # what failed runs again
-        if own and not state.get("why", "interrupted"):
+    failed = {name: set[str]() if given.again else _failed(name, told) for name in names}
+    spent = dict.fromkeys(names, 0.0)
+    turns = [(name, False) for name in names] + [(name, True) for name in names if failed[name]]
+    for number, (name, second) in enumerate(turns, start=1):
+        anew = given.again and not second
+        state = {} if anew else told["parts"].get(name, {})
+        now = _failed(name, told)
+        own = [row for row in told["results"] if row["part"] == name and row["row"] not in {"", *now} and not anew]
+        if own and not now and not anew and not state.get("why", "interrupted"):
             print(f"{name}: stored in {file} (--again runs it)", file=sys.stderr)
             continue
         if why := hindrance(PARTS[name], device):
-            told["parts"][name] = {"why": f"not run: {why}"}
+            told["parts"][name] = {**told["parts"].get(name, {}), "why": f"not run: {why}"}
             store(told, file)
             continue
-        seconds = min(given.limit, last - clock())
-        print(
-            f"{name} (part {number} of {len(names)}): at most {max(0, round(seconds))} s", file=sys.stderr, flush=True
-        )
+        seconds = min(given.limit - spent[name], last - clock())
+        if seconds <= 0:  # not even its set-up
+            print(f"{name}: no time is left for it", file=sys.stderr)
+            usual = {"seconds": 0, "left": "others" if own else "all", "why": "stopped after 0 s"}
+            told["parts"][name] = usual | told["parts"].get(name, {})
+            store(told, file)
+            continue
+        what = f"{name}, what failed before" if second else name
+        print(f"{what} (part {number} of {len(turns)}): at most {round(seconds)} s", file=sys.stderr, flush=True)
+        gone = {""} if not anew else {row["row"] for row in told["results"]}  # "": of the part, not of one of its rows
+        told["results"] = [row for row in told["results"] if row["part"] != name or row["row"] not in gone]
         told["parts"][name] = {**state, "why": "interrupted"}
-        run = Run(device=device, metrics=file.with_name(f"{file.stem}-metrics"), stored=own)
+        run = Run(device=device, metrics=file.with_name(f"{file.stem}-metrics"), stored=own, failed=failed[name],
+                  later=now - failed[name] if second else failed[name])  # fmt: skip
         began = clock()
 
         def keep(unit: str, rows: list[dict[str, Any]], name: str = name, run: Run = run) -> None:
-            marks = {"part": name, "row": unit, "releases": told["releases"], "revision": told["revision"]}
+            marks = {"part": name, "row": unit, **{key: told[key] for key in ("releases", "variables", "revision")}}
             rows = [{**marks, **row} for row in rows]
-            told["results"] += rows
-            run.stored.extend(row for row in rows if "error" not in row)
+            before = [row for row in told["results"] if (row["part"], row["row"]) != (name, unit)]
+            told["results"] = [*before, *rows]
+            run.stored.extend(rows if all(map(_done, rows)) else [])
             for row in rows:
-                print(
-                    json.dumps({key: value for key, value in row.items() if key not in marks or key == "row"}),
-                    flush=True,
-                )
+                shown = {key: value for key, value in row.items() if key not in marks or key == "row"}
+                print(json.dumps(shown), flush=True)
             store(told, file)
 
         ended = run_part(name, run, began + seconds, keep)
-        spent = clock() - began
-        why = f"stopped after {round(spent)} s" if ended["why"] == "stopped" else ended["why"]
+        took = clock() - began
+        spent[name] += took
+        why = f"stopped after {round(took)} s" if ended["why"] == "stopped" else ended["why"]
         if any("error" in row for row in told["results"] if row["part"] == name):
             why = why or "failed in part"
-        spent += state.get("seconds", 0)
-        told["parts"][name] = {"seconds": round(spent, 1), "left": ended["left"], "why": why}
+        took += state.get("seconds", 0)
+        told["parts"][name] = {"seconds": round(took, 1), "left": ended["left"], "why": why}
         store(told, file)
         print(f"{name}: {verdict(name, told)}", file=sys.stderr, flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()  # the next part may start a program of its own
+        if ended["why"] == BROKEN:
+            print(f"{BROKEN}; start again: the same command goes on, what failed comes last", file=sys.stderr)
+            return 1
     verdicts = {name: verdict(name, told) for name in names}
     left = [name for name in names if told["parts"].get(name, {}).get("left")]
     print(f"stored in {file}; the report is {file.with_suffix('.md')}", file=sys.stderr)
     if left:
         print(f"not done yet: {', '.join(left)}; the same command goes on with them", file=sys.stderr)
     return int(any("**" in each for each in verdicts.values()))
+
+
+def _failed(name: str, told: Mapping[str, Any]) -> set[str]:
+    """Names of the rows of a part that have run and are not done."""
+    return {row["row"] for row in told["results"] if row["part"] == name and row["row"] and not _done(row)}
 
 
 def store(told: Mapping[str, Any], file: Path) -> None:
@@ -639,7 +754,7 @@ def verdict(name: str, told: Mapping[str, Any]) -> str:
     state, rows = told["parts"].get(name, {}), [row for row in told["results"] if row["part"] == name]
     counts = {
         "equal": sum(row.get("equal") is True for row in rows),
-        "measured": sum(not {"equal", "refused", "error"} & row.keys() for row in rows),
+        "measured": sum(not {"equal", "refused", "error", "needs"} & row.keys() for row in rows),
         "refused": sum("refused" in row and row.get("equal") is not False for row in rows),
         "**differ**": sum(row.get("equal") is False and "error" not in row for row in rows),
         "**failed**": sum("error" in row for row in rows),
@@ -647,6 +762,8 @@ def verdict(name: str, told: Mapping[str, Any]) -> str:
     words = [f"{count} {what}" for what, count in counts.items() if count]
     if rows and counts["refused"] == len(rows):
         words = ["**refused** by every kernel"]
+    if packages := sorted({row["needs"] for row in rows if "needs" in row}):
+        words.append(f"{sum('needs' in row for row in rows)} not run (not installed: {', '.join(packages)})")
     if state.get("left"):
         words.append(f"{state['left']} left")
     if why := state.get("why", "" if rows else "not run yet"):
@@ -666,10 +783,12 @@ def report(told: Mapping[str, Any]) -> str:
         rows = [row for row in told["results"] if row["part"] == name]
         if rows:
             columns = [column for column in part.columns if any(column in row for row in rows)]
-            columns += [column for column in ("refused", "error", "equal") if any(column in row for row in rows)]
+            own = sorted({row["revision"] for row in rows})
+            also = ("refused", "error", "needs", "equal", *["revision"] * (len(own) > 1))
+            columns += [column for column in also if any(column in row for row in rows)]
             shown = [row | ({"equal": "**no**"} if row.get("equal") is False else {}) for row in rows]
             cells = [(row["row"], *(row.get(column, "") for column in columns)) for row in shown]
-            lines += ["", f"**{name}**: {part.what}", "", *_table(("row", *columns), cells)]
+            lines += ["", f"**{name}**: {part.what} (revision {', '.join(own)})", "", *_table(("row", *columns), cells)]
     return "\n".join(lines) + "\n"
 
 
@@ -706,7 +825,7 @@ def environment(device: str) -> dict[str, Any]:
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }
         releases["cudnn"] = str(torch.backends.cudnn.version())
-        with contextlib.suppress(ImportError):  # its own cuDNN, which need not be torch's
+        with contextlib.suppress(Exception):  # its own cuDNN, which need not be torch's; FileNotFoundError: no library
             import transformer_engine.pytorch  # noqa: F401
             import transformer_engine_torch
 

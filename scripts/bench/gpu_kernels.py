@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import statistics
 import time
 import warnings
@@ -272,7 +273,7 @@ def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
     Returns:
         ``output`` and ``gradient``: largest differences, the second of queries, keys, values and sinks; ``unwritten``:
         shares of NaN in the padding of the output and of the gradients; ``kernel``: the one that ran; ``equal``.
-        ``refused``: why no kernel ran.
+        ``refused``: why no kernel ran, or ``error``; see `_stopped`.
     """
     told = {"check": "attention", "asked": kernel, **case.differences}
     queries = Row.of(case.lengths, case, device)
@@ -294,7 +295,7 @@ def check(case: Case, kernel: str, device: str = "cuda") -> dict[str, Any]:
             if device != "cpu":
                 torch.cuda.synchronize()
         except Exception as error:
-            return {**told, "refused": _sentence(error)}
+            return told | _stopped(error)
         told["kernel"] = chosen_kernel()
     forward = backward = 0.0
     of_sinks: list[torch.Tensor] = []  # into which every sample's gradient goes
@@ -393,7 +394,7 @@ def speed(case: Case, kernel: str, rows: Sequence[Sequence[int]], device: str = 
                     else:
                         first.append((time.perf_counter() - began) * 1e3)
         except Exception as error:
-            return {**told, "refused": _sentence(error)}
+            return told | _stopped(error)
         return {
             **told,
             "kernel": chosen_kernel(),
@@ -482,7 +483,7 @@ def routers(device: str = "cuda") -> Iterator[dict[str, Any]]:
                 difference = float((gradient - expected).abs().max() / expected.abs().max())
                 yield {**told, "gradient": round(difference, 6), "waits": waits(step), "equal": difference < 1e-2}
             except Exception as error:
-                yield {**told, "refused": _sentence(error), "equal": not (repaired or not masked)}
+                yield told | {"equal": not (repaired or not masked)} | _stopped(error)
 
 
 def rotary(device: str = "cuda") -> Iterator[dict[str, Any]]:
@@ -505,7 +506,7 @@ def rotary(device: str = "cuda") -> Iterator[dict[str, Any]]:
                 lambda: apply_rotary_pos_emb(query, frequencies, config, cu_seqlens=row.padded, cp_group=group)  # noqa: B023
             )
         except Exception as error:
-            yield {"check": "rotary", "fused": fused, "refused": _sentence(error), "equal": False}
+            yield {"check": "rotary", "fused": fused, "equal": False} | _stopped(error)
             continue
         worst = 0.0
         for start, length in zip(row.starts, row.lengths, strict=True):
@@ -549,7 +550,7 @@ def losses(device: str = "cuda") -> Iterator[dict[str, Any]]:
                     made = function(logits.clone(), asked)
                     gradient = torch.autograd.grad((made * mask).sum(), logits)[0].float()
                 except Exception as error:
-                    yield {**told, "refused": _sentence(error), "equal": False}
+                    yield told | {"equal": False} | _stopped(error)
                     continue
                 loss = float((made.float() - alone)[mask].abs().max())
                 slope = float((gradient - expected).abs().nan_to_num(torch.inf).max())
@@ -559,5 +560,15 @@ def losses(device: str = "cuda") -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+FAILURE = re.compile(r"cuda (driver |runtime )?error|cudaError|CUDA_ERROR_|Triton Error .CUDA|EXECUTION_FAILED", re.I)
+"""In what CUDA, cuDNN, Triton and Transformer Engine say of a kernel that was launched."""
+
+
+def _stopped(error: Exception) -> dict[str, Any]:
+    """What is stored of an exception: ``error`` if memory ran out or the GPU failed; else, before a launch,
+    ``refused``."""
+    said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+    failed = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+    if isinstance(error, failed) or FAILURE.search(str(error)):
+        return {"error": said, "equal": False}
+    return {"refused": said}

@@ -236,7 +236,7 @@ def figures(name: str, bench: TrainBench, measured: dict[str, Any]) -> dict[str,
 
 
 def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Compares packs (the first result) with the others.
+    """Compares packs with the others, in any order.
 
     Returns:
         ``times_faster`` and ``memory`` (theirs over ours) per kind of row, from CPU seconds, of a small model on a GPU
@@ -245,9 +245,11 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         PackingError: there is nothing to compare with.
     """
-    if len(results) < 2:
+    packs = [row for row in results if row["rows"] == "packs"]
+    others = [row for row in results if row["rows"] != "packs"]
+    if not packs or not others:
         raise PackingError("a verdict needs packs and at least one other kind of rows")
-    ours, others = results[0], results[1:]
+    ours = packs[0]
     losses = [row["loss"] for row in results]
     speed = "tokens_per_second" if ours["small"] else "tokens_per_cpu_second"
     return {

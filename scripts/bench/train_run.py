@@ -8,6 +8,7 @@ by the trained tokens of the pass; so all kinds of row must report the same loss
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import gc
@@ -156,6 +157,12 @@ def micro_batches(job: TrainJob) -> MicroBatches:
     return found
 
 
+def _to_step(batch: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch for one step. Bridge's ``vlm_step`` writes what it copies to the GPU into the container of the
+    visual inputs; without a container of its own, every pass but the first would find its pixels there."""
+    return {**batch, "visual_inputs": copy.copy(batch["visual_inputs"])}
+
+
 class _Passes:
     """Repeats the micro-batches forever, as an external data loader of Bridge."""
 
@@ -167,7 +174,7 @@ class _Passes:
 
     def __next__(self) -> dict[str, Any]:
         self._read += 1
-        return dict(self._batches[(self._read - 1) % len(self._batches)])
+        return _to_step(self._batches[(self._read - 1) % len(self._batches)])
 
 
 def _clocks() -> tuple[float, float]:
@@ -305,7 +312,7 @@ def costs(job: TrainJob) -> dict[str, Any]:
 
     with training_run.process_groups():
         data = _data_set(
-            (dict(batches[id(pack)]) for pack in itertools.chain(packs, measured)), "packs", job.seq_length
+            (_to_step(batches[id(pack)]) for pack in itertools.chain(packs, measured)), "packs", job.seq_length
         )
         config = _training(job, data, job.seq_length, steps=len(packs) * (1 + job.passes))
         config.optimizer.lr = 1e-6  # hundreds of steps with a large one could end in NaN

@@ -20,6 +20,7 @@ from energon_packing.errors import PackingError
 from energon_packing.validate.kernel_table import KERNELS, Attention, Machine, refused
 
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
+needs_bridge = pytest.mark.skipif(not gpu_checks._installed("megatron.bridge"), reason="Bridge is not installed")
 
 
 class OnCpu:
@@ -107,6 +108,29 @@ def test_a_kernel_that_reads_shifted_places_or_leaves_padding_unwritten_is_found
     assert gpu_kernels.check(gpu_kernels.Case(padding="real"), "any", "cpu")["equal"]
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "error"),
+        (getattr(torch, "AcceleratorError", torch.OutOfMemoryError)("a"), "error"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "error"),
+        (RuntimeError("t.cu:9 in f: CUDA Error: invalid argument"), "error"),
+        (ValueError("No dot product attention backend is available for the provided inputs."), "refused"),
+    ],
+)
+def test_a_gpu_that_failed_has_not_refused(on_cpu, error, kind):
+    def layer(*_):
+        raise error
+
+    on_cpu.setattr(gpu_kernels, "Layer", layer)
+    for found in (
+        gpu_kernels.check(gpu_kernels.Case(), "any", "cpu"),
+        gpu_kernels.speed(gpu_kernels.Case(), "any", [[16]], "cpu"),
+    ):
+        assert {"error", "refused"} & found.keys() == {kind}
+        assert found.get("equal", True) is (kind == "refused")
+
+
 def test_functions_that_need_no_gpu_are_equal_and_fused_ones_say_why_not():
     pytest.importorskip("megatron.core")
     rows = [*gpu_kernels.routers("cpu"), *gpu_kernels.rotary("cpu"), *gpu_kernels.losses("cpu")]
@@ -141,6 +165,61 @@ def test_whole_jobs_count_what_packing_before_them_costs(monkeypatch, tmp_path):
     assert verdict["tokens_per_cpu_second"] == {"packs": 3, "packs made before": 3}
 
 
+@needs_bridge
+def test_every_pass_copies_the_pixels_and_keeps_none_of_them(monkeypatch, tmp_path):
+    from support.bridge_cpu import stand_ins, tiny_models, training_run
+
+    stand_ins.install()
+    from bench import train_run
+    from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+    from megatron.bridge.training.vlm_step import get_batch_from_iterator
+
+    copied, pixels = [], torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **_: copied.append(self) or self.clone())
+    batch = {"visual_inputs": GenericVisualInputs(pixel_values=pixels)}
+
+    def steps(batches, *_):
+        for _ in range(2):
+            get_batch_from_iterator(iter(batches), is_first_pp_stage=True, is_last_pp_stage=True)
+        return SimpleNamespace(optimizer=SimpleNamespace())
+
+    steps(train_run._Passes([batch]))
+    pack = SimpleNamespace(batch=SimpleNamespace(to_bridge=lambda: batch), vision_cost=1)
+    for owner, name, stand_in in (
+        (train_run, "open_packs", lambda _: ([pack], None)),
+        (train_run, "watched", lambda packs, *_, **__: iter(packs)),
+        (train_run, "_model", lambda _: {}),
+        (train_run, "_data_set", lambda batches, *_: batches),
+        (train_run, "_training", lambda _job, batches, *_, **__: steps(batches)),
+        (tiny_models, "hugging_face_config", lambda *_, **__: SimpleNamespace(save_pretrained=lambda _: None)),
+        (training_run, "process_groups", contextlib.nullcontext),
+        (training_run, "run", lambda *_, **__: None),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    job = train.TrainJob(
+        rows="packs", data="", processor="", family="x", seq_length=1, window=1, micro_batch_size=1, passes=1,
+        pixels=(1, 1), metrics=str(tmp_path), mixes=[("", 1)],
+    )  # fmt: skip
+    train_run.costs(job)
+    assert len(copied) == 4
+    assert all(each is pixels for each in copied), "and none is there already"
+
+
+def test_the_verdict_of_steps_takes_packs_by_name_whatever_came_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "measure_kind", lambda *_: None)
+    run = gpu_checks.Run(device="cpu", metrics=tmp_path)
+    *_, (name, verdict) = gpu_checks.step(run)
+    assert name == "verdict"
+    with pytest.raises(gpu_checks.NotYet):
+        verdict()
+    for kind, speed in (("in_batch-mb2", 2), ("padded-mb2", 1), ("packs", 4)):  # packs failed at first
+        run.stored.append({
+            "row": kind, "rows": kind, "tokens_per_cpu_second": speed, "peak_mb": speed, "samples": 1, "tokens": 1,
+            "loss": 1.0, "small": False, "tf32": False,
+        })  # fmt: skip
+    assert verdict()["times_faster"] == {"in_batch-mb2": 2, "padded-mb2": 4}
+
+
 @pytest.fixture
 def example_gpu(monkeypatch):
     """A device by name, and what stands for its parts: ``parts(name=[units])``."""
@@ -148,7 +227,8 @@ def example_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example GPU/80")
     properties = SimpleNamespace(total_memory=80 << 30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
 
     def parts(**units):
@@ -208,7 +288,12 @@ def test_a_part_that_has_had_its_time_stops_before_its_next_row_and_the_same_com
     ran.clear()
     assert gpu_checks.main([*chosen, "--again", "--limit", "100", "--minutes", "3"]) == 0
     assert ran == ["a"], "and pixels would begin after the 3 minutes"
-    assert "| pixels | stopped after 0 s; 1 left | 0 |" in report.read_text()
+    assert "| pixels | 1 equal | 10 |" in report.read_text(), "what is stored stays until it can run"
+    example = replace(gpu_checks.PARTS["speed"], units=lambda _: pytest.fail("a part without time is set up"))
+    monkeypatch.setitem(gpu_checks.PARTS, "losses", example)
+    assert gpu_checks.main(["--out", str(tmp_path), "--check", "losses", "--minutes", "0"]) == 0
+    assert "| losses | stopped after 0 s; all left | 0 |" in report.read_text()
+    assert "not done yet: losses" in capsys.readouterr().err
 
 
 def test_no_two_rows_of_a_part_have_one_name():
@@ -231,19 +316,95 @@ def test_a_part_that_was_killed_goes_on_with_the_row_that_it_was_in(example_gpu,
     assert ran == ["b"]
 
 
-def test_a_part_whose_package_is_missing_says_so_and_the_others_run(example_gpu, monkeypatch, tmp_path):
-    def missing():
-        raise ModuleNotFoundError("No module named 'no_such'", name="no_such")
+def test_a_row_or_part_whose_package_is_missing_says_so_and_the_others_run(example_gpu, monkeypatch, tmp_path):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    example_gpu(indices=[("a", missing)], losses=[("a", lambda: {"equal": True})])
-    monkeypatch.setitem(gpu_checks.PARTS, "speed", replace(gpu_checks.PARTS["speed"], needs=("no_other.part",)))
-    chosen = [word for name in ("indices", "speed", "losses") for word in ("--check", name)]
+    def units(_):
+        missing("no_such.part")
+        yield
+
+    good = ("b", lambda: {"equal": True})
+    example_gpu(indices=[("a", lambda: missing("no_such.part")), good], losses=[good])
+    for name, part in {"speed": {"needs": ("no_other.part",)}, "rotary": {"needs": (), "units": units}}.items():
+        monkeypatch.setitem(gpu_checks.PARTS, name, replace(gpu_checks.PARTS[name], **part))
+    chosen = [word for name in ("indices", "speed", "rotary", "losses") for word in ("--check", name)]
     assert gpu_checks.main([*chosen, "--out", str(tmp_path)]) == 0
     report = (tmp_path / "gpu-Example-GPU-80.md").read_text()
-    assert "| indices | not run: needs a package that is not installed: no_such |" in report
+    assert "| indices | 1 equal; 1 not run (not installed: no_such) |" in report
     assert "| speed | not run: needs a package that is not installed: no_other.part |" in report
+    assert "| rotary | not run: needs a package that is not installed: no_such |" in report
     assert "| losses | 1 equal |" in report
     assert "| step | not run yet |" in report
+    example_gpu(indices=[("a", lambda: missing("json.no_such")), ("b", None)])
+    assert gpu_checks.main([*chosen, "--out", str(tmp_path)]) == 1, "a module that a package lacks is a failure"
+    example_gpu(indices=[("a", lambda: {"equal": True}), ("b", None)])
+    assert gpu_checks.main([*chosen, "--out", str(tmp_path)]) == 0
+    assert "| indices | 2 equal |" in (tmp_path / "gpu-Example-GPU-80.md").read_text()
+
+
+def test_a_device_that_failed_ends_the_command_and_what_failed_comes_last(example_gpu, monkeypatch, tmp_path, capsys):
+    ran, refuses = [], [True]
+
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def dies():
+        ran.append("dies")
+        monkeypatch.setattr(torch.cuda, "synchronize", fails)
+        return {"refused": "by what a kernel left"} if refuses[0] else {"equal": True}
+
+    def row(name):
+        return name, lambda: ran.append(name) or {"equal": True}
+
+    def command():
+        ran.clear()
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        return gpu_checks.main(["--out", str(tmp_path), "--check", "attention", "--check", "losses"])
+
+    example_gpu(attention=[row("a"), ("dies", dies), row("b")], losses=[row("c")])
+    assert (command(), ran) == (1, ["a", "dies"])
+    assert "the device failed; start again" in capsys.readouterr().err
+    report = tmp_path / "gpu-Example-GPU-80.md"
+    assert "| attention | the device failed; 1 equal; 1 **failed**; 1 left |" in report.read_text()
+    assert "illegal memory access" in report.read_text()
+    assert (command(), ran) == (1, ["b", "c", "dies"])
+    assert "| attention | the device failed; 2 equal; 1 **failed** |" in report.read_text()
+    refuses[0] = False
+    assert (command(), ran) == (1, ["dies"]), "a row that is equal, after which nothing runs"
+    assert "| attention | the device failed; 3 equal; 1 **failed** |" in report.read_text()
+    assert (command(), ran) == (0, [])
+    assert "| attention | 3 equal |" in report.read_text()
+
+
+def test_rows_of_other_variables_are_not_kept_and_rows_of_another_revision_say_so(example_gpu, monkeypatch, tmp_path):
+    def command():
+        example_gpu(losses=[(name, lambda name=name: ran.append(name) or next(results)) for name in "ab"])
+        return gpu_checks.main(["--out", str(tmp_path), "--check", "losses"])
+
+    good = {"equal": True}
+    ran, results = [], iter([good, [good, {"error": "e"}], good, good, good])
+    monkeypatch.setattr(gpu_checks, "_output", lambda *_: "old")
+    assert command() == 1
+    monkeypatch.setattr(gpu_checks, "_output", lambda *_: "new")
+    assert (command(), ran) == (0, ["a", "b", "b"])
+    report = tmp_path / "gpu-Example-GPU-80.md"
+    assert "torch's (revision new, old)" in report.read_text()
+    assert "| row | equal | revision |" in report.read_text()
+    assert "| a | yes | old |" in report.read_text()
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert (command(), ran) == (0, ["a", "b", "b", "a", "b"])
+    assert "torch's (revision new)\n" in report.read_text()
+
+
+def test_a_part_that_cannot_run_now_keeps_its_rows_even_with_again(example_gpu, monkeypatch, tmp_path):
+    example_gpu(losses=[("a", lambda: {"equal": False}), ("b", lambda: {"equal": True})])
+    chosen = ["--out", str(tmp_path), "--check", "losses"]
+    assert gpu_checks.main(chosen) == 1
+    monkeypatch.setitem(gpu_checks.PARTS, "losses", replace(gpu_checks.PARTS["losses"], needs=("no_such",)))
+    assert gpu_checks.main([*chosen, "--again"]) == 1
+    report = (tmp_path / "gpu-Example-GPU-80.md").read_text()
+    assert "| losses | not run: needs a package that is not installed: no_such; 1 equal; 1 **differ** | 0 |" in report
 
 
 def test_wrong_values_and_kernels_that_take_nothing_are_bold_in_the_report(example_gpu, tmp_path):
@@ -265,13 +426,15 @@ def test_without_a_gpu_the_report_says_of_every_part_what_it_needs(monkeypatch, 
         assert f"| {name} | not run: needs a CUDA device" in report
     assert gpu_checks.main(["--out", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err
-    (tmp_path / "gpu-no-device.json").write_text("{}")
-    assert gpu_checks.main(["--out", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    older, wrong = {"results": [{"asked_for": "indices", "releases": {}}]}, {"results": [], "parts": []}
+    for stored, said in (({}, "older version"), (older, "older version"), (wrong, "be read"), ([], "be read")):
+        (tmp_path / "gpu-no-device.json").write_text(json.dumps(stored))
+        assert gpu_checks.main(["--out", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
 
 
+@needs_bridge
 def test_on_a_cpu_every_part_runs_or_says_what_it_needs_and_what_ran_is_equal(monkeypatch, tmp_path):
-    pytest.importorskip("megatron.bridge", reason="Megatron-Bridge is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the command sets
     monkeypatch.setattr(sys, "executable", quick_python())
     assert gpu_checks.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
@@ -287,9 +450,9 @@ def test_on_a_cpu_every_part_runs_or_says_what_it_needs_and_what_ran_is_equal(mo
             assert f"\n**{name}**: " in report
     for name in ("router", "rotary", "losses", "handover", "pixels", "parity", "step"):
         assert any(row.get("equal") for row in rows[name]), name
-    whole, ours, bridge = rows["handover"]
+    whole, ours, in_bridge, bridge = rows["handover"]
     assert whole["different"] == []
-    assert ours["megabytes"] < bridge["megabytes"] / 3, "bytes, and frames that are not repeated"
+    assert ours["megabytes"] == in_bridge["megabytes"] < bridge["megabytes"] / 3, "bytes; frames are not repeated"
     *kinds, verdict = rows["step"]
     assert [row["rows"] for row in kinds] == ["packs", "in_batch-mb2", "padded-mb2"]
     assert len({row["tokens"] for row in kinds}) == 1
@@ -299,6 +462,16 @@ def test_on_a_cpu_every_part_runs_or_says_what_it_needs_and_what_ran_is_equal(mo
     assert 0 < cost["text"] < cost["packs"]
     assert cost["steps"] + cost["left_out"] == cost["packs"] - 1
     assert {"config.json", "rank0.jsonl"} == {file.name for file in (tmp_path / cost["metrics"]).iterdir()}
+
+
+def test_a_transformer_engine_without_its_library_is_no_error_of_the_command(example_gpu, monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise FileNotFoundError('libtransformer_engine.so')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert gpu_checks.environment("cuda")["releases"]["cudnn"] == "91900"
 
 
 def test_groups_of_a_run_on_a_gpu_are_of_its_own_backend(monkeypatch):
@@ -324,7 +497,8 @@ def test_groups_of_a_run_on_a_gpu_are_of_its_own_backend(monkeypatch):
 def test_losses_that_differ_by_tf32_are_the_same_where_it_is_on_and_ignored_boundaries_are_not():
     figures = {"tokens_per_cpu_second": 1, "peak_mb": 1, "samples": 1, "tokens": 1, "small": False}
     for difference, tf32, same in ((3e-5, False, False), (3e-5, True, True), (4e-4, True, False)):
-        rows = [{**figures, "rows": f"{loss}", "loss": loss, "tf32": tf32} for loss in (8.3, 8.3 + difference)]
+        losses = {"packs": 8.3, "padded-mb4": 8.3 + difference}
+        rows = [{**figures, "rows": name, "loss": loss, "tf32": tf32} for name, loss in losses.items()]
         assert train.verdict(rows)["same_loss"] is same
 
 

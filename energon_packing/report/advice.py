@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.errors import UserError, refuse
@@ -68,8 +69,9 @@ UNLIKELY = 3.0  # no published run took so many times as long as foretold by its
 SPARE, FULL = 12 << 30, 0.8
 """Bytes of a GPU that an estimate leaves free: of the same runs four took 6 to 10 GiB more, one 16 and one less. Share
 of a row below which it is said that a limit ends rows."""
-MOST_SAMPLES, STEPS, REPLICAS, SHOWN = 20_000, 3, 8, 8
-"""Samples that are packed, steps and replicas that are simulated, and layouts that are shown."""
+MOST_SAMPLES, SPANS, FIRST, STEPS, REPLICAS, SHOWN = 20_000, 32, 3, 32, 8, 8
+"""Samples (packs of a plan) that are looked at, in so many places; steps that are simulated of each layout and of the
+fastest, replicas of them, and layouts that are shown."""
 SIZES = {"TP": "tensor_model", "CP": "context", "PP": "pipeline_model", "EP": "expert_model"}
 RECOMPUTED = ("granularity", "method", "num_layers")
 AGAIN: dict[str, tuple[str | None, str | None, int | None]] = {
@@ -115,9 +117,10 @@ class Gpus:
     def between(self, ranks: int, stride: int = 1, *, single: bool = False) -> float:
         """Bytes per second that each of so many ranks, ``stride`` apart, sends to the next of a ring. Collectives leave
         a node by the network cards of all members there, a ``single`` ring by one."""
-        inside = max(1, self.node // stride)
+        inside, span = max(1, self.node // stride), ranks * stride
         away = self.network * (1 if single else inside)
-        return 1e9 * (self.link if ranks <= inside else min(self.link, away))
+        near = ranks == 1 or self.count <= self.node or (span <= self.node and self.node % span == 0)
+        return 1e9 * (self.link if near else min(self.link, away))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,10 +140,11 @@ class StepTime:
         no product can take so long, with a host that does, in every row and layer alike."""
         if seconds <= UNLIKELY * foretold:
             return dataclasses.replace(self, scale=seconds / foretold)
-        return dataclasses.replace(self, host=seconds / rows / self.model.num_layers)
+        layers = self.model.num_layers / self.model.pipeline_model_parallel_size
+        return dataclasses.replace(self, host=seconds / rows / layers)
 
     def packs(self, vision: np.ndarray, language: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Seconds ``[M, 2]`` of vision and language, in all pipeline stages, of packs of so many operations ``[M]``
+        """Seconds ``[M, 3]`` of vision, layers and head, in all pipeline stages, of packs of so many operations ``[M]``
         float64 and ``tokens`` ``[M]``, padding included: of products, repeated ones too, and of what tensor-, context-
         and expert-parallel ranks send for them, which is taken to hide behind nothing."""
         model, peak = self.model, self.gpus.tflops * 1e12 * self.gpus.reached
@@ -155,10 +159,10 @@ class StepTime:
             full = min(model.recompute_num_layers * model.pipeline_model_parallel_size / layers, 1.0)
         modules = {*(model.recompute_modules or ())} if model.recompute_granularity == "selective" else set()
         some = full or float(("moe" if experts else "mlp") in modules)
-        again = full * forward.language["tokens"] / own["tokens"] * (language - own.get("logits", 0.0) * tokens)
-        again = again if full else some * inner * tokens
+        head = own.get("logits", 0.0) * tokens
+        again = full * forward.language["tokens"] / own["tokens"] * (language - head) if full else some * inner * tokens
         slower = 1 + inner / forward.language["tokens"] * (1 / EXPERT - 1) * experts
-        seconds = (language + again) * slower / (tensor * context * peak)
+        seconds = (language - head + again) * slower / (tensor * context * peak)
         # Around attention and a dense feed-forward part, activations are all-reduced, or gathered and scattered, which
         # is the same; what sequence parallelism gathers once more for weights overlaps with their products.
         stream = BYTES * model.hidden_size * layers
@@ -170,7 +174,8 @@ class StepTime:
         ring = (3 + full) * 2 * BYTES * groups * model.kv_channels * layers * (context - 1)
         sent += ring / self.gpus.between(context, tensor, single=True)
         seconds = np.maximum(self.scale * (seconds + sent * tokens / context), self.host * layers)
-        return np.stack([self.scale * self._towers(vision, peak), seconds], axis=1)
+        head = self.scale * head / (tensor * context * peak)
+        return np.stack([self.scale * self._towers(vision, peak), seconds, head], axis=1)
 
     def _towers(self, vision: np.ndarray, peak: float) -> np.ndarray:
         """Seconds of vision encoders. Bridge's own are spread over tensor ranks, Hugging Face's are whole on each."""
@@ -268,21 +273,29 @@ def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int,
             tokens = dealt.tokens_of[stream[np.concatenate(packs)]].sum()
             fills[window] = float(tokens / (len(packs) * run.packing.seq_length))
     most = max(fills.values(), default=0.0) - NEGLIGIBLE_FILL
-    return next((each for each in fills.items() if each[1] >= most), None)
+    known = run.packing.window in fills
+    return next((each for each in fills.items() if known and each[1] >= most), None)
 
 
 def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
-    """The first packs of a plan."""
-    stop, facts = min(len(plan), MOST_SAMPLES), plan.facts
-    table = pa.concat_tables(plan.tables(["pack", "length", "second"], 0, stop))
+    """Packs of a plan, at equal distances if they are many."""
+    facts, spans = plan.facts, 1 if len(plan) <= MOST_SAMPLES else SPANS
+    span = min(len(plan), MOST_SAMPLES // spans)
+    starts = np.linspace(0, len(plan) - span, spans).astype(int).tolist()
+    tables = [pa.concat_tables(plan.tables(["pack", "length", "second"], at, at + span)) for at in starts]
+    table = pa.concat_tables(
+        each.filter((pc.field("pack") >= at) & (pc.field("pack") < at + span))
+        for each, at in zip(tables, starts, strict=True)
+    )
     pack, length, second = (column.to_numpy().astype(np.int64) for column in table.columns)
     nothing = dict.fromkeys(("images", "patches", *SQUARES), np.zeros_like(pack))
-    sizes = Sizes(length=length, second=second, **nothing).take(pack < stop)
-    starts = np.flatnonzero(np.diff(pack[pack < stop], prepend=-1))
+    sizes = Sizes(length=length, second=second, **nothing)
     known = bool(facts.config.get("packing", {}).get("cost_model"))
     epoch = float(facts.summary["fill"]) * int(facts.decided["seq_length"]) * len(plan) / facts.epochs
-    packs = _packs(sizes, starts, cost, int(facts.decided["multiple"]), epoch=epoch, ordered=True)
-    packs.operations[:, 0] = plan.costs(0, stop)[:, 0] * _operations(cost, known=known)[0]
+    begins, multiple = np.flatnonzero(np.diff(pack, prepend=-1)), int(facts.decided["multiple"])
+    packs = _packs(sizes, begins, cost, multiple, epoch=epoch, ordered=True)
+    vision = np.concatenate([plan.costs(at, at + span)[:, 0] for at in starts])
+    packs.operations[:, 0] = vision * _operations(cost, known=known)[0]
     return packs
 
 
@@ -352,6 +365,7 @@ class Choice:
         if self.memory is not None:
             return self.memory.total <= largest
         less = any(size < own.sizes[name] for name, size in self.sizes.items())
+        less = less or self.model.sequence_parallel < own.model.sequence_parallel
         return not less and self.row <= own.row and not any("recompute" in each for each in self.overrides)
 
     def after(self, time: StepTime, seconds: np.ndarray) -> float:
@@ -377,7 +391,14 @@ def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]
         replicas, left = divmod(gpus.count, tensor * stage * context)
         count = max(1, round(tokens / row / max(replicas, 1))) * replicas
         inside = spread * (model.expert_tensor_parallel_size or 1)
-        if left or not replicas or gpus.count // stage % inside or not 2 / 3 <= count * row / tokens <= 1.5:
+        # Core's experts refuse tensor parallelism without sequence parallelism in their first forward pass.
+        if (
+            (experts and tensor > 1 and not sequence)
+            or left
+            or not replicas
+            or gpus.count // stage % inside
+            or not 2 / 3 <= count * row / tokens <= 1.5
+        ):
             continue
         settings: dict[str, Any] = {
             "model.tensor_model_parallel_size": tensor,
@@ -398,42 +419,48 @@ def choices(container: Any, gpus: Gpus, rows: Sequence[int]) -> Iterator[Choice]
             yield choice
 
 
-def _staged(seconds: np.ndarray, choice: Choice, cost: ModelCost) -> Timeline:
-    """One replica's step of packs that take `seconds` ``[M, 2]``; the head is in the last stage."""
-    head = seconds[:, 1] * cost.language.get("logits", 0.0) / (cost.token * cost.unit) / 3
-    forward, backward = stage_costs(seconds - np.stack([0 * head, 3 * head], axis=1), choice.stages)
-    forward[:, -1] += head
-    backward[:, -1] += 2 * head
-    return simulate(forward, backward, choice.stages)
+def _staged(seconds: np.ndarray, stages: Layout) -> Timeline:
+    """One replica's step of packs that take `seconds` ``[M, 3]``; the head is in the last stage."""
+    forward, backward = stage_costs(seconds[:, :2], stages)
+    forward[:, -1] += seconds[:, 2] / 3
+    backward[:, -1] += seconds[:, 2] * 2 / 3
+    return simulate(forward, backward, stages)
 
 
-def foretell(choice: Choice, packs: Packs, time: StepTime, *, seed: int = 0) -> dict[str, float]:
-    """Simulates steps of a layout, whose replicas take packs in turn: in their order, or in that of a plan for them.
-    Replicas are a part of all, at equal distances. Returns seconds of a ``step``, real ``tokens`` per second of all
-    GPUs, ``bubble`` and ``imbalance``: the shares of a step in which pipeline stages of a replica wait for each other,
-    and replicas for the slowest; and ``of_peak``: operations of packs per second, of the peak of all GPUs."""
-    rows, replicas, count = choice.rows, choice.replicas, STEPS * choice.rows
-    chosen = np.arange(len(packs.tokens))
+def foretell(choice: Choice, packs: Packs, time: StepTime, *, steps: int = STEPS, seed: int = 0) -> dict[str, float]:
+    """Simulates steps of a layout, whose replicas take packs in turn: at equal distances in a plan, or in the order of
+    a plan for them. Replicas are a part of all, at equal distances. Returns seconds of a ``step``, real ``tokens`` per
+    second of all GPUs and their standard error ``chance``, as a share; ``bubble`` and ``imbalance``: the shares of a
+    step in which pipeline stages of a replica wait for each other, and replicas for the slowest; and ``of_peak``:
+    operations of packs per second, of the peak of all GPUs."""
+    rows, replicas, stages = choice.rows, choice.replicas, choice.stages
+    starts = np.linspace(0, max(len(packs.tokens) // rows - 1, 0), steps).astype(int) * rows
+    chosen = (starts[:, None] + np.arange(rows)).ravel() % len(packs.tokens)
     if not packs.ordered:
-        chosen = np.random.default_rng(seed).permutation(chosen)[: max(count, 32 * replicas)]
-    chosen = np.resize(chosen, max(count, len(chosen)))
+        chosen = np.random.default_rng(seed).permutation(len(packs.tokens))
+        chosen = np.resize(chosen, max(steps * rows, min(len(chosen), 32 * replicas)))
     seconds = time.packs(packs.operations[chosen, 0], packs.operations[chosen, 1], packs.aligned[chosen])
     if not packs.ordered:
-        order = balanced_order(seconds, group=replicas, before=np.zeros((0, 2)), seed=[seed])
+        order = balanced_order(seconds[:, :2], group=replicas, before=np.zeros((0, 2)), seed=[seed])
         chosen, seconds = chosen[order], seconds[order]
     own = np.unique(np.linspace(0, replicas - 1, min(replicas, REPLICAS)).astype(int)).tolist()
-    lasted, bubbles = np.zeros((STEPS, len(own))), np.zeros((STEPS, len(own)))
-    for step, (at, rank) in product(range(STEPS), enumerate(own)):
-        own_packs = seconds[step * rows + rank : (step + 1) * rows : replicas]
-        lasted[step, at], _, bubbles[step, at], _ = _staged(own_packs, choice, time.cost)
-    took, first = lasted.max(axis=1) + choice.after(time, seconds), chosen[:count]
-    peak = time.gpus.tflops * 1e12 * time.gpus.count
+    lasted, bubbles = np.zeros((steps, len(own))), np.zeros((steps, len(own)))
+    for step, (at, rank) in product(range(steps), enumerate(own)):
+        mine = seconds[step * rows + rank : (step + 1) * rows : replicas]
+        if stages.ranks > 1:
+            lasted[step, at], _, bubbles[step, at], _ = _staged(mine, stages)
+        else:
+            lasted[step, at] = mine.sum()
+    took, first = lasted.max(axis=1) + choice.after(time, seconds), chosen[: steps * rows].reshape(steps, rows)
+    tokens, operations = packs.tokens[first].sum(axis=1), packs.operations[first].sum()
+    rates = tokens / took
     return {
         "step": float(took.mean()),
-        "tokens": float(packs.tokens[first].sum() / took.sum()),
+        "tokens": float(tokens.sum() / took.sum()),
+        "chance": float(rates.std() / rates.mean() / math.sqrt(steps)),
         "bubble": max(float(bubbles.mean()), 0.0),
         "imbalance": max(1 - float(lasted.mean() / lasted.max(axis=1).mean()), 0.0),
-        "of_peak": float(packs.operations[first].sum() / took.sum() / peak),
+        "of_peak": float(operations / took.sum() / (time.gpus.tflops * 1e12 * time.gpus.count)),
     }
 
 
@@ -445,11 +472,11 @@ def calibrated(time: StepTime, choice: Choice, path: Path) -> StepTime:
     count = max(1, choice.rows // choice.replicas)
     known = bool(getattr(getattr(choice.container.dataset, "packing", None), "cost_model", ""))
     vision, language = (costs * _operations(time.cost, known=known)).reshape(-1, 2).T / count
-    each = time.packs(vision, language, language / (time.cost.token * time.cost.unit)).reshape(costs.shape)
+    each = time.packs(vision, language, language / (time.cost.token * time.cost.unit)).reshape(*costs.shape[:2], 3)
     slowest = each[np.arange(len(each)), each.sum(axis=2).argmax(axis=1)]
     same = np.tile(np.median(slowest, axis=0), (count, 1))
     measured = float(np.median(seconds)) - choice.after(time, each)
-    foretold = _staged(same, choice, time.cost).makespan
+    foretold = _staged(same, choice.stages).makespan
     fast = f"Steps of {path} are faster than all products at the peak of --gpus"
     fast += ": they are of other GPUs, of another recipe or without its packing.cost_model."
     refuse((measured < foretold * time.gpus.reached, fast))
@@ -475,7 +502,8 @@ def advice_of(
 
     container, other = source.container, type(source.container.dataset).__name__
     other = f"{recipe} has a {other}; change its data set (`use_packed_data`, docs/bridge.md)."
-    refuse((not hasattr(container.dataset, "run_config"), other))
+    ours = hasattr(container.dataset, "run_config") and not hasattr(container.dataset, "run_facts")
+    refuse((not ours or isinstance(container.dataset.encoder, str), other))
     run = source.measured()[0]
     if (cost := cost_of_run(container)) is None:
         raise UserError(f"The layers of {type(container.model).__name__} are not known here: no advice for it.")
@@ -505,30 +533,37 @@ def advice_of(
     def packed(row: int, multiple: int) -> Packs:
         return packs if samples is None else packs_of_index(samples, of(row, multiple), cost, seed=seed)
 
-    def foretold(choice: Choice) -> dict[str, Any]:
-        packs = packed(choice.row, choice.multiple)
-        found = foretell(choice, packs, dataclasses.replace(time, model=choice.model), seed=seed)
+    def foretold(choice: Choice, steps: int = STEPS) -> dict[str, Any]:
+        packs, changed = packed(choice.row, choice.multiple), dataclasses.replace(time, model=choice.model)
+        found = foretell(choice, packs, changed, steps=steps, seed=seed)
         return _told(found, choice, packs, gpus)
 
     own, largest = Choice.of(container, gpus, {}), gpus.memory * (1 << 30) - SPARE
     time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
-    runs = gpus.count % math.prod([*own.sizes.values()][:3]) == 0 == own.rows % own.replicas
-    cannot = f"The recipe does not run as it is: {own.layout}, {own.rows} rows of {own.row} tokens in a global batch."
+    tensor, context, stages, spread = own.sizes.values()
+    inside = (container.model.expert_tensor_parallel_size or 1) * spread if container.model.num_moe_experts else 1
+    runs = gpus.count % (tensor * context * stages) == 0 == own.rows % own.replicas
+    runs = runs and gpus.count // stages % inside == 0
+    cannot = f"The recipe does not run as it is: {own.layout}, {own.rows} rows of {own.row} tokens in a global batch"
+    cannot += "." if runs else ", do not divide."
     if fit is not None:
         refuse((not runs, f"{fit} is not of {recipe} on {gpus.count} GPUs. {cannot}"))
         time = calibrated(time, own, fit)
     possible = [each for each in choices(container, gpus, rows) if not multiple or multiple % each.multiple == 0]
     fits = [each for each in possible if each.fits(largest, own)]
     different = {(each.layout, each.again, each.row): each for each in fits[::-1]}  # what `finalize()` leaves so
-    tried = [(foretold(each), each) for each in different.values()]
-    refused, shown = Counter[str](), list[tuple[dict[str, Any], Choice]]()
-    for told, choice in sorted(tried, key=lambda each: -each[0]["tokens"] * (1 - each[0]["lost"])):
-        said = objections(source, choice.overrides, gpus, ask=not shown)
+    quick = [(foretold(each, FIRST), each) for each in different.values()]
+    refused, good = Counter[str](), list[Choice]()
+    for _, choice in sorted(quick, key=_slowness):
+        said = objections(source, choice.overrides, gpus, ask=not good)
         refused.update(said[:1])
-        shown += [(told, choice)] * (not said)
-        if len(shown) == SHOWN:
+        good += [choice] * (not said)
+        if len(good) == 2 * SHOWN:
             break
+    shown = sorted(((foretold(choice), choice) for choice in good), key=_slowness)
+    shown = [each for at, each in enumerate(shown) if at or not objections(source, each[1].overrides, gpus, ask=True)]
     large = f"{len(possible) - len(fits)} of {len(possible)} layouts need more than {largest / (1 << 30):.0f} GiB"
+    large += ", or, as that is not known, divide the model less than the recipe" * (own.memory is None)
     if not shown:
         reasons = ", ".join([large, *(f"{name} refuses {count}" for name, count in refused.most_common(3))])
         fix = "take other GPUs or another number of them, shorter rows, or another train.global_batch_size."
@@ -541,7 +576,7 @@ def advice_of(
     report: dict[str, Any] = {
         "recipe": recipe,
         "gpus": dataclasses.asdict(gpus),
-        "choices": [told for told, _ in shown],
+        "choices": [told for told, _ in shown[:SHOWN]],
         "own": as_it_is,
         **{"layouts": len(possible), "too_large": len(possible) - len(fits), "refused": dict(refused)},
         **{"measured": fit is not None, "scale": time.scale, "host": time.host, "error": ERRORS[kind]},
@@ -551,6 +586,11 @@ def advice_of(
         report["choices"][0]["overrides"] += [f"dataset.packing.window={found[0]}"] * (found[0] != run.packing.window)
         report |= {"window": found[0], "fill": found[1]}
     return report | {"how": [*_how(report)]}
+
+
+def _slowness(told: tuple[Mapping[str, Any], Choice]) -> float:
+    """What layouts are sorted by: tokens per second of all that was read, those without a row among them."""
+    return -float(told[0]["tokens"]) * (1 - told[0]["lost"])
 
 
 def _uncompared(best: Choice, gpus: Gpus, kind: str, *, measured: bool) -> list[str]:
@@ -610,6 +650,7 @@ def _how(report: Mapping[str, Any]) -> Iterator[str]:
     )
     if own:
         needs = f" and needs {own['memory']['total'] / GB:.1f} GB" if own["memory"] else ""
+        needs += ", too much" * bool(own["memory"] and own["memory"]["total"] > gpus["memory"] * (1 << 30) - SPARE)
         yield f"The recipe as it is has {own['tokens'] / best['tokens']:.0%} of its tokens a second{needs}."
     if best["lost"] > NEGLIGIBLE_LOSS:
         yield (
@@ -623,7 +664,8 @@ def _how(report: Mapping[str, Any]) -> Iterator[str]:
     if report["measured"]:
         how = f"{report['scale']:.3g} times what products and links take, at least {1000 * report['host']:.3g} ms a "
         how += "layer and row, as measured: right for the recipe as it is, the less for others the more they differ"
-    yield f"Tokens, bubble and waiting for the slowest replica are of {STEPS} simulated steps: {how}."
+    chance = f"layouts within {3 * best['chance']:.1%} of each other are alike"
+    yield f"Tokens, bubble and waiting for the slowest replica are of {STEPS} simulated steps, so that {chance}: {how}."
     yield (
         "GB are an estimate for rows as full of images as they may be; CUDA, NCCL and fragments come on top, 6 to 16 "
         "GiB in published runs. GPU hours and price are of an epoch without saving, evaluating and waiting for data."

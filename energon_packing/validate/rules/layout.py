@@ -73,8 +73,7 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     if found is None:
         return None
     release = tuple(int(number or 0) for number in found.groups()[:3])
-    # In the order of versions, a pre-release of 0.18.0 precedes it.
-    slices = release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None)
+    slices = (*release, found[4] is None) >= (0, 18, 0, True)  # a pre-release of 0.18.0 precedes it
     why = f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}"
     return unless(slices, why=why, fix="install megatron-core 0.18 or later")
 

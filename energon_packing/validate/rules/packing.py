@@ -7,9 +7,9 @@ run. Nobody else checks before GPUs are taken what forward steps and loader do w
 neither torch nor Bridge.
 """
 
-import functools
 import math
 import re
+from functools import partial
 
 from energon_packing.validate.rules.rule import Finding, SourceLine, attention, bridge, bridges_rule, rule, unless
 from energon_packing.validate.run_view import OLD_NAMES, PACKING_STEPS, RunView, installed_version
@@ -287,17 +287,14 @@ _OURS = "take energon_packing.bridge.dataset.use_packed_data"
 
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"  # the only task encoder of Bridge 0.7 with the hooks for online packing
 
-_native_rule = functools.partial(
-    bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively
-)
-_of_data_set = functools.partial(_native_rule, place=_dataset)
+_native_rule = partial(bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively)
+_of_data_set = partial(_native_rule, place=_dataset)
 
-_buffer_size = bridges_rule(
+_buffer_size = _of_data_set(
     id="bridge/native-buffer-size",
     order=80,
-    provider_escapes=True,
+    since=(0, 6),
     checks="Bridge's own packing chooses from a buffer of samples",
-    place=_dataset,
     applies=lambda view: view.dataset_kind == "energon" and view.packing_buffer_size is not None,
     holds=lambda view: (view.packing_buffer_size or 0) > 0,
     bridge_says=("packing_buffer_size must be greater than 0 when set",),

@@ -16,11 +16,7 @@ from energon_packing.validate.rules.rule import (
     unless,
     warning_rule,
 )
-from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
-
-# The data set classes that rules of Bridge test for.
-_FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
-_SIZED: tuple[DatasetKind, ...] = (*_FINETUNING, "gpt_pretraining")
+from energon_packing.validate.run_view import COLLATED, RunView
 
 
 def _own_micro_batch(view: RunView) -> bool:
@@ -28,7 +24,7 @@ def _own_micro_batch(view: RunView) -> bool:
 
 
 def _finetuning_with_cp(view: RunView) -> bool:
-    return view.dataset_kind in _FINETUNING and view.context_parallel > 1
+    return view.dataset_kind in (*COLLATED, "gpt_sft") and view.context_parallel > 1
 
 
 _micro_batch_of_data_set = data_set_rule(
@@ -178,7 +174,7 @@ _same_seq_length = data_set_rule(
     order=360,
     checks="model and data set have one seq_length",
     # `--seq-length` is the vision encoder's where rows have an argument of their own.
-    applies=lambda view: view.dataset_kind in _SIZED and view.source != "argument",
+    applies=lambda view: view.dataset_kind in (*COLLATED, "gpt_sft", "gpt_pretraining") and view.source != "argument",
     holds=lambda view: view.model_seq_length == view.dataset_seq_length,
     bridge_says=("Please ensure sequence length configuration in model config and",),
     why="the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
@@ -221,10 +217,9 @@ _epochs_need_finite_data = bridges_rule(
     fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
 )
 
-_epochs_need_whole_batches = bridges_rule(
+_epochs_need_whole_batches = data_set_rule(
     id="bridge/epochs-need-whole-batches",
     order=20,
-    provider_escapes=True,
     checks="a run by epochs reads whole batches",
     applies=lambda view: (
         view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
@@ -234,7 +229,6 @@ _epochs_need_whole_batches = bridges_rule(
     why="num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
     fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
 )
-
 
 _longest_sample = warning_rule(
     id="ours/longest-sample",
@@ -248,7 +242,6 @@ _longest_sample = warning_rule(
     "{view.dataset_seq_length}; the longest has {view.data.longest} tokens",
     fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
 )
-
 
 _steps_an_epoch = warning_rule(
     id="ours/steps-an-epoch",

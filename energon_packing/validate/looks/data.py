@@ -150,8 +150,7 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
         shared = _shares(listed, entries, below)
     except ValueError as error:
         return [Flaw("data-path", f"'{listed}' of {above[-1]}: {error}", "correct the metadataset")]
-    below_each = (_references(entry, share, above) for entry, share in zip(entries, shared, strict=True))
-    return [found for each in below_each for found in each]
+    return [found for entry, share in zip(entries, shared, strict=True) for found in _references(entry, share, above)]
 
 
 def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list[Leaf]:
@@ -167,12 +166,13 @@ def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}, which is no number of 0 or more")
+    above = parent.repetitions if epochized else parent.weight
+    above = 1 if above is None else above
     if epochized:
-        return [replace(parent, repetitions=(parent.repetitions or 1) * value) for value in given]
+        return [replace(parent, repetitions=above * value) for value in given]
     total = sum(given)
     if not total:
         raise ValueError("every weight is 0")
-    above = 1.0 if parent.weight is None else parent.weight
     return [replace(parent, weight=above * value / total) for value in given]
 
 

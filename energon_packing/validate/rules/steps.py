@@ -31,11 +31,10 @@ def _model_makes_the_mask(view: RunView) -> bool:
 
 def _rows_bring_a_mask(view: RunView) -> bool:
     """Whether the batches of a data set have a padding mask: ours, and on 0.7 those of Bridge's collators for text."""
-    if view.dataset_kind == "packed_energon" or _model_makes_the_mask(view):
-        return True
+    always = view.dataset_kind == "packed_energon" or _model_makes_the_mask(view)
     of_text = view.dataset_kind == "gpt_sft" and (view.enable_offline_packing or view.multiple > 1)
     in_batch = view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
-    return view.bridge_release >= (0, 7) and (of_text or in_batch)
+    return always or (view.bridge_release >= (0, 7) and (of_text or in_batch))
 
 
 _step_reads_packs = rule(

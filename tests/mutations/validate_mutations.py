@@ -230,8 +230,8 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/looks/data.py",
-                "        yield missing_split(file, reference.split, splits)\n        return\n",
-                "        return\n",
+                "return [missing_split(file, reference.split, splits)]",
+                "return []",
             ),
         ),
     ),

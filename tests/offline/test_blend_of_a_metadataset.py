@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig
 from megatron.energon.metadataset.loader import load_dataset
@@ -274,6 +274,7 @@ def energons(file: Path) -> dict[str, tuple[float | None, float | None]]:
     inner=st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=2, max_size=2),
     epochized=st.booleans(),
 )
+@example(outer=[0, 1], inner=[2, 3], epochized=True)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nested_blends_have_the_shares_that_energon_gives_them(parts, tmp_path, outer, inner, epochized):
     kind, name = ("blend_epochized", "repetitions") if epochized else ("blend", "weight")

@@ -92,40 +92,34 @@ def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
     """Returns the directories that a part of a data set consists of, in the order of the references, and what keeps
     references from being followed. ``entry`` is a directory with ``.nv-meta``, or a metadataset YAML file; see
     `convert.layout.dataset_entry`."""
-    followed = list(_follow(Leaf(path=os.path.abspath(entry), split=split), ()))
+    followed = _follow(Leaf(path=os.path.abspath(entry), split=split), ())
     return [leaf for leaf in followed if isinstance(leaf, Leaf)], [flaw for flaw in followed if isinstance(flaw, Flaw)]
 
 
-def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
+def _follow(reference: Leaf, above: tuple[str, ...]) -> list[Leaf | Flaw]:
     """Leaves of one reference; ``above`` are the files that led to it."""
     file = reference.path
     if REMOTE in file or not file.endswith(".yaml") or not os.path.isfile(file):
-        yield reference
-        return
+        return [reference]
     if file in above:
-        yield Flaw("data-path", f"{file} refers to itself", "remove the reference to itself")
-        return
+        return [Flaw("data-path", f"{file} refers to itself", "remove the reference to itself")]
     try:
         splits = (mapping_in(Path(file)) or {}).get("splits")
     except ValueError as error:
-        yield Flaw("data-path", str(error), "correct the file")
-        return
+        return [Flaw("data-path", str(error), "correct the file")]
     if not isinstance(splits, Mapping):
         fix = "name a data set that 'energon-packing convert' wrote, or a metadataset of Energon"
-        yield Flaw("data-path", f"{file} is not a metadataset: it has no mapping 'splits'", fix)
-        return
+        return [Flaw("data-path", f"{file} is not a metadataset: it has no mapping 'splits'", fix)]
     chosen = splits.get(reference.split)
     if not isinstance(chosen, Mapping):
-        yield missing_split(file, reference.split, splits)
-        return
-    yield from _references(chosen, reference, (*above, file))
+        return [missing_split(file, reference.split, splits)]
+    return _references(chosen, reference, (*above, file))
 
 
-def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
+def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> list[Leaf | Flaw]:
     for key in ("aux", "subflavors"):
         if not isinstance(values.get(key) or {}, Mapping):
-            yield Flaw("data-path", f"{key!r} of {above[-1]} is no mapping", "correct the metadataset")
-            return
+            return [Flaw("data-path", f"{key!r} of {above[-1]} is no mapping", "correct the metadataset")]
     below = replace(parent, subset=parent.subset or bool(values.get("subset")))
     own: dict[str, Any] = {
         "split": str(values.get("split_part") or parent.split),
@@ -133,35 +127,30 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
     }
     listed = next((name for name in _LISTS if name in values), None)
     if listed is None:
-        if isinstance(values.get("path"), str):
-            leaf = replace(
-                below,
-                **own,
-                path=_beside(above[-1], str(values["path"])),
-                named_in=above[-1],
-                split_config=str(values.get("split_config") or "split.yaml"),
-                dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
-                aux={str(name): _aux(above[-1], value) for name, value in (values.get("aux") or {}).items()},
-            )
-            yield from _follow(leaf, above)
-        else:
+        if not isinstance(values.get("path"), str):
             keys = ", ".join(map(str, values)) or "empty"
-            yield Flaw("data-path", f"a reference of {above[-1]} has no path ({keys})", "give it 'path: DIRECTORY'")
-        return
+            return [Flaw("data-path", f"a reference of {above[-1]} has no path ({keys})", "give it 'path: DIRECTORY'")]
+        leaf = replace(
+            below,
+            **own,
+            path=_beside(above[-1], values["path"]),
+            named_in=above[-1],
+            split_config=str(values.get("split_config") or "split.yaml"),
+            dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
+            aux={str(name): _aux(above[-1], value) for name, value in (values.get("aux") or {}).items()},
+        )
+        return _follow(leaf, above)
     inner = values[listed]
     entries = list(inner.values()) if isinstance(inner, Mapping) else inner
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries) or not entries:
-        yield Flaw("data-path", f"'{listed}' of {above[-1]} lists no references", "list one or more with a path")
-        return
+        return [Flaw("data-path", f"'{listed}' of {above[-1]} lists no references", "list one or more with a path")]
     if listed == "join":
         below = replace(below, **own, joined=True)
     try:
         shared = _shares(listed, entries, below)
     except ValueError as error:
-        yield Flaw("data-path", f"'{listed}' of {above[-1]}: {error}", "correct the metadataset")
-        return
-    for entry, share in zip(entries, shared, strict=True):
-        yield from _references(entry, share, above)
+        return [Flaw("data-path", f"'{listed}' of {above[-1]}: {error}", "correct the metadataset")]
+    return [found for entry, share in zip(entries, shared, strict=True) for found in _references(entry, share, above)]
 
 
 def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list[Leaf]:
@@ -177,12 +166,13 @@ def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list
     for value in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}, which is no number of 0 or more")
+    above = parent.repetitions if epochized else parent.weight
+    above = 1 if above is None else above
     if epochized:
-        return [replace(parent, repetitions=(parent.repetitions or 1) * value) for value in given]
+        return [replace(parent, repetitions=above * value) for value in given]
     total = sum(given)
     if not total:
         raise ValueError("every weight is 0")
-    above = 1.0 if parent.weight is None else parent.weight
     return [replace(parent, weight=above * value / total) for value in given]
 
 
@@ -223,7 +213,6 @@ def missing_split(where: str, split: str, known: Mapping[str, Any]) -> Flaw:
 
 
 INDEX_FILE = "index.sqlite"
-SHARD_INDEX_SUFFIX = ".tar.idx"
 PREPARE_MEDIA = "run 'energon prepare-media --media-metadata-by-extension DIR'"
 
 _COPY = "copy the shards there, or convert again"
@@ -398,28 +387,25 @@ def _flaws_of_part(
         yield Flaw("data-split", f"{leaf.path} has no sample in split {leaf.split!r}", fix)
     if gone := [name for name in shards if not (Path(leaf.path) / name).is_file()]:
         yield Flaw("data-index", f"{leaf.path} lacks {some_of(gone, 3)}", _COPY)
-    indices = [str(Path(name).with_suffix(SHARD_INDEX_SUFFIX)) for name in shards if name not in gone]
+    indices = [str(Path(name).with_suffix(".tar.idx")) for name in shards if name not in gone]
     if lost := [name for name in indices if not (Path(leaf.path) / name).is_file()]:
         yield Flaw("data-index", f"{leaf.path} lacks {some_of(lost, 3)}", prepare)
 
 
-def _flaws_of_media(found: Inspected, address: str, what: str) -> Iterator[Flaw]:
+def _flaws_of_media(found: Inspected, address: str, what: str) -> list[Flaw]:
     """Of an auxiliary data set; the metadata of the last that has an index count as the media's."""
     directory = address.removeprefix("filesystem://")
-    if REMOTE in directory:
-        return
+    if REMOTE in directory or (directory != address and os.path.isdir(directory)):
+        return []
     if directory != address:
-        if not os.path.isdir(directory):
-            yield Flaw("data-media", f"{directory}, {what}, does not exist", "copy it there, or correct 'aux'")
-        return
+        return [Flaw("data-media", f"{directory}, {what}, does not exist", "copy it there, or correct 'aux'")]
     try:
         found.media = _has_media(Path(address) / META_DIRECTORY / INDEX_FILE)
         counts = _counts(Path(address) / META_DIRECTORY) or {}
     except (OSError, ValueError, sqlite3.Error) as error:
-        yield Flaw("data-media", f"{address}, {what}, cannot be opened: {error}", "copy it there, or convert again")
-        return
-    if gone := [shard for shard in counts if not (Path(address) / shard).is_file()]:
-        yield Flaw("data-media", f"{address}, {what}, lacks {some_of(gone, 3)}", _COPY)
+        return [Flaw("data-media", f"{address}, {what}, cannot be opened: {error}", "copy it there, or convert again")]
+    gone = [shard for shard in counts if not (Path(address) / shard).is_file()]
+    return [Flaw("data-media", f"{address}, {what}, lacks {some_of(gone, 3)}", _COPY)] if gone else []
 
 
 def _counts(meta: Path) -> Mapping[str, int] | None:

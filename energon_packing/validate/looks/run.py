@@ -138,8 +138,7 @@ def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
                 counts.check(config.data.path, config.packing.pairs)
             except ConfigError as error:
                 why, _, fix = str(error).partition("; ")
-                refused = replace(unread, outcome="error", why=why, fix=fix.rstrip("."))
-                return [*looks, ledger, *of_processor, refused]
+                return [*looks, ledger, *of_processor, replace(unread, outcome="error", why=why, fix=fix.rstrip("."))]
             samples = [replace(unread, why=unrendered)]
             if processor is not None:
                 samples = look_at_samples(config, processor, data, at, data_parallel=data_parallel)

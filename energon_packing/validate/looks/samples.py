@@ -180,11 +180,10 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
     listed = ", ".join(f"{count} {why}" for why, count in Counter(sample.reason for sample in refused).most_common())
     # Other samples will be refused for the same.
     by_template = [each for each in refused if each.reason.startswith("template_") or each.reason == "unstable_prefix"]
-    unmeasured = [sample for sample in refused if sample.reason == "unmeasured_media"]
     unseen = [sample for sample in refused if sample.reason == "unsupported_media" and "family text" in sample.detail]
     for kind, fix in (
         (by_template, "name a chat template that shows everything (encoder.chat_template), or change the records"),
-        (unmeasured, PREPARE_MEDIA),
+        ([sample for sample in refused if sample.reason == "unmeasured_media"], PREPARE_MEDIA),
         (unseen, "name the model's whole processor (encoder.processor): this one has no part for images and videos"),
     ):
         # A text model may leave out a few samples, and a template may refuse a few; what it omits, it omits always.

@@ -16,13 +16,6 @@ def _is_known(view: RunView) -> bool:
     return listed or (view.is_gpt and not view.sees_or_hears)
 
 
-def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
-    trained = view.family.startswith("qwen3vl") and not view.vision_frozen
-    # Images may reach the model, but for data sets of text and a text tokenizer.
-    shown = view.processor_tokens is None or bool(view.processor_tokens.placeholders)
-    return trained and view.tensor_parallel > 1 and shown and view.dataset_kind not in ("gpt_sft", "gpt_pretraining")
-
-
 def _above_deepstack(view: RunView) -> bool:
     """Whether recomputation ends before the first layer of the vision encoder that has deepstack features."""
     first = min(view.deepstack_layers, default=0)
@@ -31,13 +24,11 @@ def _above_deepstack(view: RunView) -> bool:
 
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
     """The table lines that a rule is about, each with the first text that its file contains."""
-
-    def before(line: FamilyLine) -> tuple[int, int] | None:
+    found = []
+    for line in filter(refused, FAMILY_TABLE):
         later = (other.since for other in FAMILY_TABLE if other.prefix == line.prefix and other.since > line.since)
-        return min(later, default=None)
-
-    lines = filter(refused, FAMILY_TABLE)
-    return tuple(bridge(line.source, line.holds[0], since=line.since, before=before(line)) for line in lines)
+        found.append(bridge(line.source, line.holds[0], since=line.since, before=min(later, default=None)))
+    return tuple(found)
 
 
 @rule(
@@ -130,7 +121,12 @@ _deepstack_gradient = rule(
     order=1230,
     checks="tensor ranks see the whole row of deepstack features",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
-    applies=_qwen3_vl_over_tensor_ranks,
+    # Images may reach the model, but for data sets of text and a text tokenizer.
+    applies=lambda view: (
+        (view.family.startswith("qwen3vl") and not view.vision_frozen and view.tensor_parallel > 1)
+        and (view.processor_tokens is None or bool(view.processor_tokens.placeholders))
+        and view.dataset_kind not in ("gpt_sft", "gpt_pretraining")
+    ),
     sources=(
         qwen3_vl("utils.py", "cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)"),
     ),

@@ -1,5 +1,6 @@
 """Rules about the kernels that compute packed rows: fp8 and attention."""
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -54,11 +55,10 @@ def machine_of(gpu: str | None, versions: str) -> Machine | None:
         raise ConfigError(f"--gpu {gpu} is none of {', '.join(' '.join(GPUS).split())}.")
     if sm is None and (program := shutil.which("nvidia-smi")):
         asked = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
-        try:
+        # A driver that does not answer; no GPU is judged.
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
             sm = min(int(major + minor) for major, minor in re.findall(r"^(\d+)\.(\d)$", told, re.MULTILINE))
-        except (OSError, subprocess.SubprocessError, ValueError):  # a driver that does not answer; no GPU is judged
-            sm = None
     named = dict(part.partition("=")[::2] for part in versions.split(",") if part)
     asked_for = set(named)
     if te := installed_version("transformer-engine"):  # without it, the run's machine is another

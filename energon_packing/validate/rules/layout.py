@@ -39,10 +39,9 @@ def _unless_whole_groups(view: RunView, size: int, sizes: str, more: str = "") -
 )
 def _expert_world_size(view: RunView) -> Finding | None:
     inside = view.expert_tensor_parallel or 1  # `_set_moe_expert_tensor_parallel_default` of Bridge
-    group = inside * view.expert_parallel * view.pipeline_parallel
     sizes = f"expert TP {inside} x EP {view.expert_parallel} x PP {view.pipeline_parallel}"
     more = ", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""
-    return _unless_whole_groups(view, group, sizes, more)
+    return _unless_whole_groups(view, inside * view.expert_parallel * view.pipeline_parallel, sizes, more)
 
 
 _no_average_with_token_loss = rule(
@@ -73,8 +72,7 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     if found is None:
         return None
     release = tuple(int(number or 0) for number in found.groups()[:3])
-    # In the order of versions, a pre-release of 0.18.0 precedes it.
-    slices = release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None)
+    slices = (*release, found[4] is None) >= (0, 18, 0, True)  # a pre-release of 0.18.0 precedes it
     why = f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}"
     return unless(slices, why=why, fix="install megatron-core 0.18 or later")
 
@@ -160,8 +158,7 @@ def _world_size(view: RunView) -> Finding | None:
 def _eval_world_size(view: RunView) -> Finding | None:
     cp = view.eval_context_parallel or view.context_parallel
     replica = smallest_world_size(view.tensor_parallel, view.pipeline_parallel, cp)
-    more = ", or another parallel.eval_context_parallel"
-    return _unless_whole_groups(view, replica, "TP x PP x evaluation CP", more)
+    return _unless_whole_groups(view, replica, "TP x PP x evaluation CP", ", or another parallel.eval_context_parallel")
 
 
 _hierarchical_sizes_present = bridges_rule(

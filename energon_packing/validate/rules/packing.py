@@ -7,9 +7,9 @@ run. Nobody else checks before GPUs are taken what forward steps and loader do w
 neither torch nor Bridge.
 """
 
-import functools
 import math
 import re
+from functools import partial
 
 from energon_packing.validate.rules.rule import Finding, SourceLine, attention, bridge, bridges_rule, rule, unless
 from energon_packing.validate.run_view import OLD_NAMES, PACKING_STEPS, RunView, installed_version
@@ -74,22 +74,22 @@ def _specs_with_offline(view: RunView) -> Finding | None:
     return Finding(why="offline_packing_specs is set, but enable_offline_packing is off", fix=fix)
 
 
-_fixed_boundaries_need_fixed_width = bridges_rule(
+_specs_rule = partial(bridges_rule, applies=lambda view: view.has_offline_packing_specs)
+
+_fixed_boundaries_need_fixed_width = _specs_rule(
     id="bridge/fixed-boundaries-need-fixed-width",
     order=50,
     checks="pad_cu_seqlens comes with pad_to_max_length",
-    applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.pad_cu_seqlens or view.pad_to_max_length,
     bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
     why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
     fix="set pad_to_max_length to true, or pad_cu_seqlens to false",
 )
 
-_graphs_need_fixed_width = bridges_rule(
+_graphs_need_fixed_width = _specs_rule(
     id="bridge/graphs-need-fixed-width",
     order=60,
     checks="training CUDA graphs come with pad_to_max_length",
-    applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: (
         not (view.full_iteration_graph or view.cuda_graph_impl == "transformer_engine") or view.pad_to_max_length
     ),
@@ -98,11 +98,10 @@ _graphs_need_fixed_width = bridges_rule(
     fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
 )
 
-_graphs_need_fixed_boundaries = bridges_rule(
+_graphs_need_fixed_boundaries = _specs_rule(
     id="bridge/graphs-need-fixed-boundaries",
     order=70,
     checks="CUDA graphs over packed attention come with pad_cu_seqlens",
-    applies=lambda view: view.has_offline_packing_specs,
     holds=lambda view: not view.graphs_capture_attention or view.pad_cu_seqlens,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
     why="cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
@@ -281,23 +280,18 @@ def _alignment_used(view: RunView) -> Finding | None:
     )
 
 
-_dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
-
 _OURS = "take energon_packing.bridge.dataset.use_packed_data"
 
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"  # the only task encoder of Bridge 0.7 with the hooks for online packing
 
-_native_rule = functools.partial(
-    bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively
-)
-_of_data_set = functools.partial(_native_rule, place=_dataset)
+_native_rule = partial(bridges_rule, provider_escapes=True, since=(0, 7), applies=lambda view: view.packs_natively)
+_of_data_set = partial(_native_rule, place="megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate")
 
-_buffer_size = bridges_rule(
+_buffer_size = _of_data_set(
     id="bridge/native-buffer-size",
     order=80,
-    provider_escapes=True,
+    since=(0, 6),
     checks="Bridge's own packing chooses from a buffer of samples",
-    place=_dataset,
     applies=lambda view: view.dataset_kind == "energon" and view.packing_buffer_size is not None,
     holds=lambda view: (view.packing_buffer_size or 0) > 0,
     bridge_says=("packing_buffer_size must be greater than 0 when set",),

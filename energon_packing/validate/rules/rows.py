@@ -5,6 +5,7 @@ needs them just as much, so all of them apply to the kind ``packed_energon``.
 """
 
 import math
+from functools import partial
 
 from energon_packing.validate.rules.rule import (
     Finding,
@@ -16,26 +17,23 @@ from energon_packing.validate.rules.rule import (
     unless,
     warning_rule,
 )
-from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
+from energon_packing.validate.run_view import COLLATED, RunView
 
-# The data set classes that rules of Bridge test for.
-_FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
-_SIZED: tuple[DatasetKind, ...] = (*_FINETUNING, "gpt_pretraining")
+_micro_batch_rule = partial(
+    data_set_rule,
+    applies=lambda view: (
+        view.dataset_kind in ("packed_energon", "energon") and view.dataset_micro_batch_size is not None
+    ),
+)
+_finetuning_rule = partial(
+    data_set_rule,
+    applies=lambda view: view.dataset_kind in (*COLLATED, "gpt_sft") and view.context_parallel > 1,
+)
 
-
-def _own_micro_batch(view: RunView) -> bool:
-    return view.dataset_kind in ("packed_energon", "energon") and view.dataset_micro_batch_size is not None
-
-
-def _finetuning_with_cp(view: RunView) -> bool:
-    return view.dataset_kind in _FINETUNING and view.context_parallel > 1
-
-
-_micro_batch_of_data_set = data_set_rule(
+_micro_batch_of_data_set = _micro_batch_rule(
     id="bridge/micro-batch-size",
     order=130,
     checks="the data set's micro-batch size is the trainer's",
-    applies=_own_micro_batch,
     holds=lambda view: view.dataset_micro_batch_size == view.micro_batch_size,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match train.micro_batch_size",),
     why="the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
@@ -43,11 +41,10 @@ _micro_batch_of_data_set = data_set_rule(
     fix="set the data set's micro_batch_size to {view.micro_batch_size}",
 )
 
-_eval_micro_batch_of_data_set = data_set_rule(
+_eval_micro_batch_of_data_set = _micro_batch_rule(
     id="bridge/eval-micro-batch-size",
     order=240,
     checks="the data set's micro-batch size is that of the evaluation",
-    applies=_own_micro_batch,
     holds=lambda view: not view.do_validation or view.dataset_micro_batch_size == view.eval_micro,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match validation.eval_micro_batch_size",),
     why="the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
@@ -70,11 +67,10 @@ def _eval_global_batch(view: RunView) -> Finding | None:
     return unless(rows == 0 or view.eval_global % rows == 0, why=why, fix=fix)
 
 
-_per_token_loss = data_set_rule(
+_per_token_loss = _finetuning_rule(
     id="bridge/per-token-loss",
     order=290,
     checks="finetuning at CP > 1 computes the loss per token",
-    applies=_finetuning_with_cp,
     holds=lambda view: view.calculate_per_token_loss,
     bridge_says=("When finetuning with CP>1, calculate_per_token_loss must be True",),
     why="calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all masked divides "
@@ -82,11 +78,10 @@ _per_token_loss = data_set_rule(
     fix="set training.calculate_per_token_loss to true",
 )
 
-_no_average_in_collective = data_set_rule(
+_no_average_in_collective = _finetuning_rule(
     id="bridge/no-average-in-collective",
     order=300,
     checks="finetuning at CP > 1 does not average in the collective",
-    applies=_finetuning_with_cp,
     # Bridge turns averaging off first under Megatron-FSDP, unless symmetric registration is off.
     holds=lambda view: (
         not view.average_in_collective or (view.megatron_fsdp and not view.disable_symmetric_registration)
@@ -178,7 +173,7 @@ _same_seq_length = data_set_rule(
     order=360,
     checks="model and data set have one seq_length",
     # `--seq-length` is the vision encoder's where rows have an argument of their own.
-    applies=lambda view: view.dataset_kind in _SIZED and view.source != "argument",
+    applies=lambda view: view.dataset_kind in (*COLLATED, "gpt_sft", "gpt_pretraining") and view.source != "argument",
     holds=lambda view: view.model_seq_length == view.dataset_seq_length,
     bridge_says=("Please ensure sequence length configuration in model config and",),
     why="the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
@@ -221,10 +216,9 @@ _epochs_need_finite_data = bridges_rule(
     fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
 )
 
-_epochs_need_whole_batches = bridges_rule(
+_epochs_need_whole_batches = data_set_rule(
     id="bridge/epochs-need-whole-batches",
     order=20,
-    provider_escapes=True,
     checks="a run by epochs reads whole batches",
     applies=lambda view: (
         view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
@@ -234,7 +228,6 @@ _epochs_need_whole_batches = bridges_rule(
     why="num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
     fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
 )
-
 
 _longest_sample = warning_rule(
     id="ours/longest-sample",
@@ -248,7 +241,6 @@ _longest_sample = warning_rule(
     "{view.dataset_seq_length}; the longest has {view.data.longest} tokens",
     fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
 )
-
 
 _steps_an_epoch = warning_rule(
     id="ours/steps-an-epoch",

@@ -100,9 +100,8 @@ class Rule(Versioned):
 
     def concerns(self, view: RunView) -> bool:
         """Returns whether the rule applies to such a run on the installed Bridge."""
-        if self.provider_escapes and view.dataset_kind == "provider":
-            return False
-        return self.speaks_of(view.bridge_release) and self.applies(view)
+        escapes = self.provider_escapes and view.dataset_kind == "provider"
+        return not escapes and self.speaks_of(view.bridge_release) and self.applies(view)
 
 
 def rule(

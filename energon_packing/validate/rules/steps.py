@@ -19,10 +19,6 @@ def _masked_by_bridge(view: RunView) -> bool:
     return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and masked
 
 
-_ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
-"""Modules of ``cuda_graph_modules`` that hold the router; as `_validate_packed_moe_cuda_graph` of 0.7's gpt_step."""
-
-
 def _step_gives_the_mask_itself(view: RunView) -> bool:
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
@@ -35,11 +31,10 @@ def _model_makes_the_mask(view: RunView) -> bool:
 
 def _rows_bring_a_mask(view: RunView) -> bool:
     """Whether the batches of a data set have a padding mask: ours, and on 0.7 those of Bridge's collators for text."""
-    if view.dataset_kind == "packed_energon" or _model_makes_the_mask(view):
-        return True
+    always = view.dataset_kind == "packed_energon" or _model_makes_the_mask(view)
     of_text = view.dataset_kind == "gpt_sft" and (view.enable_offline_packing or view.multiple > 1)
     in_batch = view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
-    return view.bridge_release >= (0, 7) and (of_text or in_batch)
+    return always or (view.bridge_release >= (0, 7) and (of_text or in_batch))
 
 
 _step_reads_packs = rule(
@@ -142,7 +137,8 @@ def _fused_router(view: RunView) -> Finding | None:
 def _mask_under_graphs(view: RunView) -> Finding | None:
     scopes = ", ".join(view.cuda_graph_modules) or "whole layers"
     if _step_gives_the_mask_itself(view) or _model_makes_the_mask(view):
-        if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
+        routers = {"moe", "moe_router", "moe_preprocess"}  # as `_validate_packed_moe_cuda_graph` of 0.7's gpt_step
+        if view.cuda_graph_modules and routers.isdisjoint(view.cuda_graph_modules):
             return None
         stops = f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
         end = stops if _step_gives_the_mask_itself(view) else "experts would count padding"

@@ -353,7 +353,7 @@ def check_plan(
     """Compares a run with the plan that it is to read, but for the names of the encoder's fingerprint that are `free`;
     `split` must be one of the plan's if it is given, and if it has to be `alone`, the only one. Raises ConfigError: a
     setting on which the packs depend differs, and both values are named; or the run does not pack."""
-    if type(encoder) is not KINDS.find(plan.facts.kind).encoder_class:
+    if getattr(encoder, "stands_for", type(encoder)) is not KINDS.find(plan.facts.kind).encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits, held = plan.facts.splits, ", ".join(sorted({each.asked_split for each in plan.facts.datasets}))
     if splits and split is not None and (split not in splits or (alone and len(splits) > 1)):

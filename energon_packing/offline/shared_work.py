@@ -14,7 +14,7 @@ from itertools import batched, count
 from pathlib import Path
 from typing import Any
 
-from energon_packing.errors import UserError, refuse
+from energon_packing.errors import UserError, refuse, said_of_system
 from energon_packing.executors.work import ExecutorConfig, GivenUp, ended_by_sigterm
 from energon_packing.offline.files import remove_leftovers, replacing, writing
 from energon_packing.remote_files import names_in, remote_address
@@ -149,7 +149,10 @@ def work_shared(
 
 def _absent(files: Sequence[Path]) -> int:
     """How many of some files are not there, from one list of each directory."""
-    names = {directory: {*names_in(directory)} for directory in {path.parent for path in files}}
+    names = dict[Path, set[str]]()
+    for directory in {path.parent for path in files}:
+        with said_of_system(f"{directory} cannot be listed"):
+            names[directory] = {*names_in(directory)}
     return sum(path.name not in names[path.parent] for path in files)
 
 

@@ -110,7 +110,7 @@ def check_groups(
 def flat_groups(groups: Sequence[np.ndarray | Sequence[int]]) -> PackGroups:
     """Groups of any form in two arrays. Raises PackingError: a group is empty; names the groups."""
     if not isinstance(groups, PackGroups):
-        offsets = np.cumsum([0, *map(len, groups)])
+        offsets = np.cumsum([0, *map(len, groups := [*groups])])
         groups = PackGroups(np.concatenate([offsets[:0], *groups]).astype(np.int64, copy=False), offsets)
     if (empty := np.flatnonzero(np.diff(groups.offsets) == 0)).size:
         raise PackingError(f"selection made empty packs: {some_of(empty.tolist(), NAMED)}")

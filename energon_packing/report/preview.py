@@ -310,6 +310,8 @@ class WatchedTaskEncoder(PackingTaskEncoder):
     the media of each segment by its key, as a sample may come again, even in the same pack; ``pictures_left`` are the
     bytes that pictures may still take."""
 
+    stands_for = PackingTaskEncoder  # whose plans and packs it reads
+
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.shown: dict[str, tuple[ShownMedia, ...]] = {}

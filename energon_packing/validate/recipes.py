@@ -396,6 +396,9 @@ def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
 
 def _names(members: Any) -> tuple[str, ...]:
     """Names of CUDA graph modules, given as strings or enumeration members, alone, comma-separated or in a list."""
-    several = members if isinstance(members, list | tuple | set) else [] if members is None else [members]
-    parts = (part.strip() for each in several for part in str(getattr(each, "name", each)).split(","))
+    several = members if isinstance(members, list | tuple | set) else [members]
+    names = (
+        each if isinstance(each, str) else str(getattr(each, "name", each)) for each in several if each is not None
+    )
+    parts = (part.strip() for name in names for part in name.split(","))
     return tuple(filter(None, parts))

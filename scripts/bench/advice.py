@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """Configurations of published models, as Hugging Face has them."""
 SWIFT, AUTOMODEL, BRIDGE = "ms-swift 3602360a", "NeMo AutoModel 36044ad3", "Megatron-Bridge 067f987d"
 FLEX = {"model.moe_token_dispatcher_type": "flex"}
+SOME = FLEX | {"model.recompute_granularity": "selective", "model.recompute_modules": ["layernorm", "moe_act"]}
 A800, H20 = "link=200", "memory=96,tflops=148,bandwidth=4,reached=0.85"
 
 
@@ -95,13 +96,13 @@ RUNS = (
     Run(model="Qwen2.5-VL-7B", gpus="2xa100", rows=4, row=2048, seconds=4.1, memory=72, mean=400, patches=5500,
         source=SWIFT, settings=_layout(2, full=True)),
     Run(model="Qwen3-30B-A3B", gpus="8xh100", rows=128, row=16384, seconds=21.773, mean=4096, source=AUTOMODEL,
-        settings=_layout(experts=8) | FLEX),
+        settings=_layout(experts=8, full=True) | FLEX),
     Run(model="gpt-oss-120b", gpus="64xh100", rows=1280, row=4096, seconds=1280 * 4096 / 64 / 5984, mean=4096,
-        source=BRIDGE, settings=_layout(1, 4, 8) | FLEX),
+        source=BRIDGE, settings=_layout(1, 4, 8) | SOME),
     Run(model="gpt-oss-120b", gpus="64xb200", rows=320, row=16384, seconds=1280 * 4096 / 64 / 13722, mean=4096,
-        source=BRIDGE, settings=_layout(1, 1, 8) | FLEX),
+        source=BRIDGE, settings=_layout(1, 1, 8) | SOME),
     Run(model="gpt-oss-120b", gpus="64xgb200", rows=320, row=16384, seconds=1280 * 4096 / 64 / 15754, mean=4096,
-        source=BRIDGE, settings=_layout(1, 1, 64) | FLEX),
+        source=BRIDGE, settings=_layout(1, 1, 64) | SOME),
     Run(model="Qwen3-30B-A3B", gpus="8xa100", rows=4, row=8192, seconds=3, memory=76, source=SWIFT,
         settings=_layout(4, 2, 4, full=True)),
     Run(model="Qwen2.5-7B", gpus="1xh100", rows=16, row=8192, seconds=9.29, mean=4096, lora=8, source=AUTOMODEL,

@@ -33,6 +33,7 @@ RECIPES = {
     "bridge_configs.qwen3:qwen3_8b_sft": "8xa100",
     "bridge_configs.qwen25_vl:qwen25_vl_7b_peft": "6xh200",
     "bridge_configs.ministral3:ministral3_8b_sft": "8xh100",
+    "bridge_configs.qwen3_vl:qwen3_vl_235b_a22b_sft": "64xh200",
 }
 
 
@@ -68,7 +69,7 @@ def test_published_runs_are_foretold_within_the_errors_that_advice_states():
         worst[kind or "text"] = max(worst[kind or "text"], abs(row["error"]))
         if row["published_gib"] is not None:
             more.append(row["published_gib"] - row["foretold_gib"])
-    assert {kind: round(each, 2) for kind, each in worst.items()} == {"text": 0.1, "experts": 0.61, "images": 0.61}
+    assert {kind: round(each, 2) for kind, each in worst.items()} == {"text": 0.1, "experts": 0.63, "images": 0.61}
     assert all(worst[kind] <= advice.ERRORS[kind] for kind in worst)
     assert min(more) < 0  # as the sentences say
     assert sorted(more)[1] > 5
@@ -162,7 +163,7 @@ def step_of(time, count):
         **{"again": "none", "sizes": {"PP": time.model.pipeline_model_parallel_size}},
         **{"replicas": 1, "multiple": 1, "row": 8192, "rows": count},
     )
-    sizes = np.full(3 * count, 8192.0)
+    sizes = np.full(5 * count, 8192.0)
     operations = np.stack([0 * sizes, sizes * TOKEN], axis=1)
     packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=1e9, ordered=True)
     return foretell(choice, packs, time)
@@ -208,6 +209,7 @@ def test_layouts_use_all_gpus_and_divide_heads_layers_experts_and_rows(recipe, g
     for choice in choices(container, made, [8192]):
         model, train = choice.model, choice.container.train
         tensor, context, stages, _ = choice.sizes.values()
+        assert model.sequence_parallel or not model.num_moe_experts or tensor == 1  # Core's `MoELayer.forward`
         assert tensor * context * stages * choice.replicas == made.count
         assert model.num_query_groups % model.tensor_model_parallel_size == 0
         assert model.num_layers % model.pipeline_model_parallel_size == 0

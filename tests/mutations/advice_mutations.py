@@ -91,7 +91,7 @@ ADVICE_MUTATIONS: tuple[Mutation, ...] = (
         name="the head is spread over all stages",
         test=ADVICE + "test_the_last_stage_has_the_head_which_the_others_wait_for",
         oracle="the definition",
-        edits=((FILE, "/ (cost.token * cost.unit) / 3", "/ (cost.token * cost.unit) / 3 * 0"),),
+        edits=((FILE, "forward[:, -1] += seconds[:, 2] / 3", "forward += seconds[:, 2:] / 3 / forward.shape[1]"),),
         needs_bridge=True,
     ),
     Mutation(

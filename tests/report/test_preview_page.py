@@ -16,7 +16,7 @@ from energon_packing import thd
 from energon_packing.cli.main import cli
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
-from energon_packing.demo import processor_path
+from energon_packing.demo import make_data, processor_path
 from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.ledger import ChangedSample
@@ -261,3 +261,23 @@ def test_a_browser_draws_opens_and_closes_packs_and_runs_nothing_of_the_data(pag
         assert browser.evaluate("window.owned === undefined")
         assert browser.problems == []
         assert all(address.startswith(("file:", "data:image/jpeg")) for address in browser.requests)
+
+
+def test_a_plan_and_its_packs_have_a_page(tmp_path):
+    def run(*words):
+        found = CliRunner().invoke(cli, [*map(str, words)])
+        assert found.exit_code == 0, found.output
+
+    images = make_data(tmp_path / "demo", conversations=12, seed=3, defects=False)
+    data, index, plan, packed = (tmp_path / name for name in ("data", "index", "plan.parquet", "packed"))
+    processor = f"encoder: {{processor: {json.dumps(str(processor_path('qwen2_5_vl')))}}}\n"
+    (tmp_path / "run.yaml").write_text(processor + "packing: {seq_length: 4096}\n")
+    given = ["--config", tmp_path / "run.yaml"]
+    sources = sorted(images.glob("*.json*"))
+    run("convert", *sources, "--media-root", images, "--out", data, "--workers", 0)
+    run("measure", data, "--out", index, "--workers", 0, *given)
+    run("plan", index, "--out", plan, *given)
+    run("pack", plan, "--out", packed, "--workers", 0)
+    for path in (plan, packed):
+        run("preview", path, "--html", tmp_path / "page.html", "--packs", 1, *given)
+        check_closed((tmp_path / "page.html").read_text())

@@ -274,17 +274,12 @@ NAMES: Mapping[TensorRole, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorFile:
-    """One distinct tensor file, checked; see `energon_packing.convert.media_files.MediaFile` and `StoredTensor`."""
+class TensorFile(StoredTensor):
+    """One distinct tensor file, checked; see `energon_packing.convert.media_files.MediaFile`."""
 
     kind: TensorRole
     path: str
-    name: str
     size: int
-    tensor: str
-    shape: tuple[int, ...]
-    dtype: str
-    rows: int | None
 
     transparent = False
     metadata = None  # Energon has none for it, and the records hold its shape
@@ -304,7 +299,10 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
     infinite), ``empty_context`` (nothing but zeros)."""
     suffix = Path(path).suffix.lower().lstrip(".")
     info = tensor_info(stream, suffix, NAMES[role])
-    shape = _shape(info, role)
+    batched = info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1  # the axis of 1 that encoders return
+    if len(shape := info.shape[batched:]) != AXES[role]:
+        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
+        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
     stream.seek(0)
     digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
     rows = None
@@ -321,15 +319,6 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
         dtype=info.dtype,
         rows=None if rows == shape[0] else rows,
     )
-
-
-def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
-    """Returns the shape, without the batch axis of length 1 that encoders return."""
-    shape = info.shape[1:] if info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1 else info.shape
-    if len(shape) != AXES[role]:
-        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
-        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
-    return shape
 
 
 def _filled_rows(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int | None:

@@ -446,11 +446,9 @@ class PackProvider(DatasetProvider):
         config = config if replica.is_reader else without_ledger(config)
         what |= {"opened": self.make_loader, "data_parallel_group": getattr(groups, "dp", None)}
         source, metrics = open_packs(config, replica, every=every, **what)
-        reader: OneReader | EveryReader = (
-            OneReader(source, replica, depth=depth, pixels_to_device=True)
-            if source is None or not every
-            else EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
-        )
+        kind: Any = EveryReader if every else OneReader
+        compared = {"compare_every": self.compare_every} if every else {}
+        reader = kind(source, replica, depth=depth, pixels_to_device=True, **compared)
         return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
 
 

@@ -16,7 +16,6 @@ import math
 import pickle
 import pickletools
 import re
-import struct
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -137,7 +136,7 @@ def _sides(shape: Any) -> tuple[int, ...]:
 
 def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> TensorInfo:
     head = stream.read(8)
-    length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+    length = int.from_bytes(head, "little") if len(head) == 8 else size
     if length > min(MAX_HEADER, size - 8):
         raise _corrupt("not a safetensors file, or one with too many tensors")
     try:
@@ -185,9 +184,7 @@ class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         builders = {
             # No view reaches beyond the values, for which torch's own function would make room.
-            "torch._utils._rebuild_tensor_v2": lambda flat, start, size, stride, *_: flat.as_strided(
-                size, stride, start
-            ),
+            "torch._utils._rebuild_tensor_v2": lambda flat, at, size, stride, *_: flat.as_strided(size, stride, at),
             "torch.storage._load_from_bytes": self._storage,
             "megatron.core.safe_globals.safe_load_from_bytes": self._storage,  # where Megatron-Core was imported
             "collections.OrderedDict": dict,  # of hooks, always empty
@@ -286,10 +283,6 @@ class TensorFile(StoredTensor):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # a journal returns it as a list
-
-    def stored(self, name: str) -> StoredTensor:
-        """Returns the tensor as a record names it; ``name`` is its entry in the layout's media store."""
-        return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
 
 
 def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:

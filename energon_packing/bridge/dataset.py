@@ -22,7 +22,6 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing import thd
-from energon_packing.bridge import provider
 from energon_packing.bridge.provider import DataSection, EncoderSection, PackingSection, PackProvider, frozen, to_bridge
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.config.run import MetricsConfig
@@ -279,9 +278,8 @@ def cost_of_run(container: Any) -> ModelCost | None:
     return model_cost(model, frozen=None if peft is None else frozen, adapted=adapted)
 
 
-# Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.
-for _class in (PackedEnergonDatasetConfig, *provider.SECTIONS.values()):
-    target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
+# Bridge instantiates what a YAML file names in ``_target_`` only if it is registered: this, the sections and no others.
+target_allowlist.add_exact(f"{__name__}.{PackedEnergonDatasetConfig.__name__}")
 
 
 def _enforce_rules(container: ConfigContainer) -> None:

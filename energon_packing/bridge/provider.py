@@ -34,8 +34,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 from megatron.core.utils import get_pg_rank, get_pg_size
 
-from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, from_mapping
-from energon_packing.config.run import MetricsConfig
+from energon_packing.config import DataConfig, EncoderConfig, MetricsConfig, PackingConfig, ParallelConfig, from_mapping
 from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Replica, group_size
@@ -148,14 +147,15 @@ class BridgePackIterator:
         return lambda state: self.restore_together(lambda: state)
 
 
-SECTIONS: dict[str, type] = {}
-"""Every generated class by its name in this module, which Bridge's YAML uses in ``_target_``."""
+# The YAML that runs before 0.1.0 wrote beside their checkpoints names the sections in a module of their own.
+_EARLIER = "energon_packing.bridge.dataset_sections"
+sys.modules[_EARLIER] = sys.modules[__name__]
 
 
 def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__) -> Any:
     """Returns a mutable dataclass with the fields and defaults of ``config``, nested ones included, but for those that
     are set elsewhere (``left_out``). It has slots, so that setting a misspelt field raises at once. ``module`` holds
-    the class under its name; other modules than this one assign it themselves."""
+    the class under its name; other modules than this one assign it themselves. Bridge's YAML may name it."""
     name = config.__name__.removesuffix("Config") + "Section"
     hints = typing.get_type_hints(config)
     entries: list[tuple[str, Any, Any]] = []
@@ -168,8 +168,10 @@ def twin(config: type, left_out: tuple[str, ...] = (), *, module: str = __name__
     section = dataclasses.make_dataclass(name, entries, kw_only=True, slots=True, module=module)
     without = f", except {', '.join(left_out)}, which the data set has itself" if left_out else ""
     section.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`{without}."
+    target_allowlist.add_exact(f"{module}.{name}")
     if module == __name__:
-        globals()[name] = SECTIONS[name] = section
+        globals()[name] = section
+        target_allowlist.add_exact(f"{_EARLIER}.{name}")
     return section
 
 
@@ -178,11 +180,6 @@ PackingSection: Any = twin(PackingConfig, left_out=("seq_length", "pad_to_max_le
 # Bridge's iterators never end: there is no ``repeat`` and no end of an epoch.
 DataSection: Any = twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
 MetricsSection: Any = twin(MetricsConfig)
-
-# The YAML that runs before 0.1.0 wrote beside their checkpoints names the sections in a module of their own.
-sys.modules["energon_packing.bridge.dataset_sections"] = sys.modules[__name__]
-for _name in {*SECTIONS, "MetricsSection"}:
-    target_allowlist.add_exact(f"energon_packing.bridge.dataset_sections.{_name}")
 
 
 def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
@@ -321,8 +318,7 @@ class PackProvider(DatasetProvider):
 
     def finalize(self) -> None:
         """Refuses the first field that cannot work; called by ``ConfigContainer.validate()``."""
-        refuse_unknown_names(self)
-        check_types(self)
+        check_settings(self)
         super().finalize()
         if not self.path:
             raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
@@ -450,25 +446,16 @@ class PackProvider(DatasetProvider):
         config = config if replica.is_reader else without_ledger(config)
         what |= {"opened": self.make_loader, "data_parallel_group": getattr(groups, "dp", None)}
         source, metrics = open_packs(config, replica, every=every, **what)
-        reader: OneReader | EveryReader = (
-            OneReader(source, replica, depth=depth, pixels_to_device=True)
-            if source is None or not every
-            else EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
-        )
+        kind: Any = EveryReader if every else OneReader
+        compared = {"compare_every": self.compare_every} if every else {}
+        reader = kind(source, replica, depth=depth, pixels_to_device=True, **compared)
         return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
 
 
-def check_types(dataset: Any) -> None:
-    """Checks the fields outside the sections against their annotations, as for a configuration file."""
-    hints = typing.get_type_hints(type(dataset))
-    plain = [entry.name for entry in dataclasses.fields(dataset) if hints[entry.name] is not Any]
-    shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
-    from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
-
-
-def refuse_unknown_names(dataset: Any) -> None:
+def check_settings(dataset: Any) -> None:
     """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section. Other
-    attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings)."""
+    attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings). Then checks the fields
+    outside the sections against their annotations, as for a configuration file."""
     known: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(dataset)}
     for name in (name for name in set(vars(dataset)) - {*known} if not name.startswith("_")):
         for section, made in known.items():
@@ -476,6 +463,10 @@ def refuse_unknown_names(dataset: Any) -> None:
                 raise ConfigError(f"dataset.{name} is not a setting; use dataset.{section}.{name}.")
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             raise ConfigError(f"dataset.{name} is not a setting; did you mean dataset.{near[0]}?")
+    hints = {name: hint for name, hint in typing.get_type_hints(type(dataset)).items() if hint is not Any}
+    plain = [name for name in known if name in hints]
+    shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
+    from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
 
 
 FIXED_SETTINGS = {

@@ -335,8 +335,7 @@ class PackMetrics:
         sums, work, (cost, vision), rows = self._made.popleft()
         self._taken, now = number, time.monotonic()
         if self._last is not None:  # the wait for the first pack is the start-up of the loader
-            before, done = self._last
-            self._now.add(PackSums(seconds=now - before, waited=waited, done=done))
+            sums.seconds, sums.waited, sums.done = now - self._last[0], waited, self._last[1]
         self._last = now, work
         self._now.add(sums)
         self._idle += waited
@@ -470,7 +469,6 @@ class MetricsLog:
         if not fresh or not lines:
             return
         whole = merged(line.total for line in present)
-        dropped = whole.dropped
         shares = ("", merged(line.last for line in present).figures()), ("_total", whole.figures())
         try:
             more = self._more(rates(lines))
@@ -482,8 +480,8 @@ class MetricsLog:
             **more,
             **{f"dropped_share{end}": own["dropped_share"] for end, own in shares if "dropped_share" in own},
             "ranks": len(lines),
-            "dropped": dropped.total(),
-            **{f"dropped/{reason}": count for reason, count in dropped.items()},
+            "dropped": whole.dropped.total(),
+            **{f"dropped/{reason}": count for reason, count in whole.dropped.items()},
         }
 
     def _write(self, step: int, tensorboard: Any, wandb: Any) -> None:

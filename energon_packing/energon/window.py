@@ -435,9 +435,6 @@ class SplitPieces(internals.BaseWrapperDataset[MeasuredSample, MeasuredSample]):
 def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
     """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
-    piece = sample.split.pieces[number]
-    problem = Problem(reason=piece.reason, detail=piece.detail) if isinstance(piece, SampleRejected) else None
-    measured = None if isinstance(piece, SampleRejected) else piece
-    return dataclasses.replace(
-        sample, __key__=f"{sample.__key__}#{number}", measured=measured, problem=problem, split=None
-    )
+    piece = sample.split.pieces[number]  # the whole is neither measured nor refused
+    found: Any = {"problem": Problem.of(piece)} if isinstance(piece, SampleRejected) else {"measured": piece}
+    return dataclasses.replace(sample, __key__=f"{sample.__key__}#{number}", split=None, **found)

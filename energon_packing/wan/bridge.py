@@ -10,7 +10,7 @@ from typing import Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.provider import DataSection, MetricsSection, PackProvider, frozen, twin
+from energon_packing.bridge.provider import DataSection, PackProvider, frozen, twin
 from energon_packing.config import DataConfig, MetricsConfig, ParallelConfig
 from energon_packing.encoders.encoder import innermost
 from energon_packing.errors import ConfigError
@@ -125,8 +125,7 @@ class PackedWanDatasetConfig(PackProvider):
             )
 
 
-for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection, MetricsSection):
-    target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
+target_allowlist.add_exact(f"{__name__}.{PackedWanDatasetConfig.__name__}")
 
 
 def packed_step(step: Any) -> Any:

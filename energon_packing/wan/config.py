@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from energon_packing.config import DataConfig, MetricsConfig, ParallelConfig, PlanConfig, from_mapping, load_values
 from energon_packing.config.run import MAX_DROPS_WITHOUT_PACK
 from energon_packing.config.setting import check_bounds, setting
+from energon_packing.conversation import Pairs
 from energon_packing.errors import ConfigError
 from energon_packing.packing.constraints import PackLimits
 from energon_packing.thd.alignment import alignment_multiple, check_multiple
@@ -90,6 +91,7 @@ class TextToVideoConfig:
 class TextToVideoPackingConfig:
     """How clips share a row."""
 
+    pairs: ClassVar[Pairs] = "refuse"  # clips have none
     seq_length: int = setting(75_600, least=1)
     """Latent patches per row, alignment padding included; no pack is longer."""
     max_text_tokens_per_pack: int | None = setting(None, least=1)

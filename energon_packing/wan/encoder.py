@@ -296,9 +296,8 @@ class TextToVideoEncoder:
     def fingerprint(self) -> dict[str, Any]:
         """Returns what the rows depend on, by name; a loader state saved with another fingerprint is refused."""
         models = {"latent encoder": self.latent_encoder, "caption encoder": self.caption_encoder}
-        settings: dict[str, Any] = dict(settings_of("encoder", self.config))
-        for name in newer_and_unset(self.config):  # states and packs from before them lack them
-            settings.pop(f"encoder.{name}", None)
+        newer = {f"encoder.{name}" for name in newer_and_unset(self.config)}  # states and packs from before lack them
+        settings = {name: said for name, said in settings_of("encoder", self.config).items() if name not in newer}
         named = {name: model and model.name for name, model in models.items()}
         return settings | named | getattr(self.caption_encoder, "stated", {})
 

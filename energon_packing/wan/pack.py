@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.thd.assembly import hides_padding
+from energon_packing.thd.assembly import hides_padding, visible_order
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
 
 BRIDGE_LARGEST_LATENT = 1e3  # Bridge's Wan data path skips a video with a larger absolute value
@@ -108,18 +108,13 @@ _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_pad
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
     """Positions of clips in an order in which neither attention hides its padding; if possible the given one.
     ``patches`` and ``text_tokens`` are those of each clip; both are padded to a ``multiple``, clip by clip."""
-    order = list(range(len(patches)))
-    if len(order) > 1 and _hidden(patches, text_tokens, multiple):
-        order[-2:] = reversed(order[-2:])
-    return order
+    return visible_order([[length] for length in _deciding(patches, text_tokens, multiple)], multiple)
 
 
-def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> bool:
-    """Whether a kernel that looks for padding before the last clip finds none although there is some. Keys of the
-    second attention are text; padding that shows among the patches shows there as well."""
-    if any(length % multiple for length in patches):
-        return hides_padding(patches, multiple)
-    return hides_padding(text_tokens, multiple)
+def _deciding(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> Sequence[int]:
+    """Lengths that decide whether a kernel that looks for padding before the last clip finds none although there is
+    some. Keys of the second attention are text; padding that shows among the patches shows there as well."""
+    return patches if any(length % multiple for length in patches) else text_tokens
 
 
 def patch_grid(shape: Sequence[int], patch: tuple[int, ...]) -> tuple[int, int, int]:
@@ -170,8 +165,8 @@ def pack_wan(
         if len({(part.shape[1], part.dtype) for part in parts}) > 1:
             raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
     masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
-    hidden = _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
-    fillers = int(hidden and compat != "bridge")
+    deciding = _deciding([len(video) for video in videos], [len(text) for text in texts], multiple)
+    fillers = int(hides_padding(deciding, multiple) and compat != "bridge")
     if fillers:
         for parts in (videos, texts, masks):
             parts.append(parts[0].new_zeros(multiple, *parts[0].shape[1:]))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from energon_packing.drops import DroppedSample
-from energon_packing.energon.samples import Pack
+from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.window import attempt
 from energon_packing.ledger import Ledger
 from energon_packing.offline.files import Count, read_as
@@ -28,7 +28,7 @@ from energon_packing.offline.shards import DamagedBytes, from_bytes, to_bytes
 from energon_packing.wan.encoder import MeasuredClip
 from energon_packing.wan.pack import WanSample, largest
 from energon_packing.wan.record import TextToVideo
-from energon_packing.wan.task_encoder import MeasuredClipSample, RenderedClipSample
+from energon_packing.wan.task_encoder import RenderedClipSample
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _Side = Annotated[int, lambda side: side > 0]
@@ -178,7 +178,7 @@ class PackedClips(StoredPacks[StoredClips]):
         return self._assembled([each for each in rendered if each is not None])
 
     def _rendered(self, sample: StoredClip, number: int) -> RenderedClipSample:
-        measured = MeasuredClipSample(
+        measured = MeasuredSample(
             __key__=sample.key,
             __restore_key__=(),
             __subflavors__=self._subflavors(sample.dataset),

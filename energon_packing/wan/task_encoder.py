@@ -13,7 +13,6 @@ import torch
 from megatron.energon import Cooker, CrudeSample, Sample, basic_sample_keys, cooker, edataclass, stateless
 from megatron.energon.cache import FileStore
 
-from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.cookers import record_of
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.loader import LoaderBase, build_loader, data_fingerprint
@@ -21,7 +20,6 @@ from energon_packing.energon.samples import MeasuredSample, Pack, Problem, Rende
 from energon_packing.energon.states import settings_of
 from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
-from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.packing.balance import pack_cost
 from energon_packing.wan.config import ClipLimits, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.encoder import CaptionEncoder, LatentEncoder, MeasuredClip, TextToVideoEncoder
@@ -36,13 +34,6 @@ class TextToVideoSample(Sample):
     sample: TextToVideo | None
     store: FileStore | None = None
     problem: Problem | None = None
-
-
-@edataclass
-class MeasuredClipSample(MeasuredSample):
-    """A clip of known size, in the packing window."""
-
-    measured: MeasuredClip | None  # type: ignore[assignment]  # the window only asks whether there is one
 
 
 @edataclass
@@ -115,7 +106,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         }
 
     @stateless
-    def preencode_sample(self, sample: TextToVideoSample) -> MeasuredClipSample:
+    def preencode_sample(self, sample: TextToVideoSample) -> MeasuredSample:
         """Measures one clip. Never raises: an error becomes the sample's problem."""
         problem, measured = sample.problem, None
         if problem is None:
@@ -128,16 +119,15 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             except Exception as error:
                 problem = Problem.of(error)
         measured = None if problem else measured
-        return MeasuredClipSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
+        return MeasuredSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
 
     @stateless
-    def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:
+    def postencode_sample(self, sample: MeasuredSample) -> RenderedClipSample:
         """Makes the latents and embeddings of one clip. Raises SampleRejected: see `TextToVideoEncoder.render`."""
-        measured = sample.measured
-        assert measured is not None, "the window selects what was measured"
+        measured: Any = sample.measured
         return self.as_rendered(sample, self.encoder.render(measured, functools.partial(read_media, sample.store)))
 
-    def as_rendered(self, sample: MeasuredClipSample, clip: WanSample) -> RenderedClipSample:
+    def as_rendered(self, sample: MeasuredSample, clip: WanSample) -> RenderedClipSample:
         """Returns a clip with its tensors, for `pack_selected_samples`."""
         measured: Any = sample.measured
         known = {"measured": measured, "changes": measured.changes, "cost": self.plan_cost([measured])}
@@ -196,17 +186,10 @@ def build_text_to_video_loader(
     arguments, and what is raised, are as for `energon_packing.energon.loader.build_loader`."""
     models = {"latent_encoder": latent_encoder, "caption_encoder": caption_encoder}
     task_encoder = task_encoder or build_text_to_video_task_encoder(config, **models)
-    run: Any = config if has_global_packs(config.data.path) else _shared_settings(config)
-    return build_loader(run, task_encoder=cast("Any", task_encoder), **arguments)
+    return build_loader(cast("Any", config), task_encoder=cast("Any", task_encoder), **arguments)
 
 
 def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
     """Returns the task encoder of a configuration; models and errors are those of `build_text_to_video_loader`."""
-    data = functools.partial(data_fingerprint, _shared_settings(config))
+    data = functools.partial(data_fingerprint, cast("Any", config))
     return TextToVideoTaskEncoder(config, fingerprint=data, **models)
-
-
-def _shared_settings(config: TextToVideoRunConfig) -> RunConfig:
-    """Returns what a loader reads of a configuration of any kind."""
-    own = {name: getattr(config.packing, name) for name in ("seq_length", "drop_budget", "ledger")}
-    return RunConfig(data=config.data, packing=PackingConfig(**own))

@@ -16,7 +16,6 @@ import math
 import pickle
 import pickletools
 import re
-import struct
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -137,7 +136,7 @@ def _sides(shape: Any) -> tuple[int, ...]:
 
 def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> TensorInfo:
     head = stream.read(8)
-    length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+    length = int.from_bytes(head, "little") if len(head) == 8 else size
     if length > min(MAX_HEADER, size - 8):
         raise _corrupt("not a safetensors file, or one with too many tensors")
     try:
@@ -185,9 +184,7 @@ class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         builders = {
             # No view reaches beyond the values, for which torch's own function would make room.
-            "torch._utils._rebuild_tensor_v2": lambda flat, start, size, stride, *_: flat.as_strided(
-                size, stride, start
-            ),
+            "torch._utils._rebuild_tensor_v2": lambda flat, at, size, stride, *_: flat.as_strided(size, stride, at),
             "torch.storage._load_from_bytes": self._storage,
             "megatron.core.safe_globals.safe_load_from_bytes": self._storage,  # where Megatron-Core was imported
             "collections.OrderedDict": dict,  # of hooks, always empty
@@ -274,27 +271,18 @@ NAMES: Mapping[TensorRole, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorFile:
-    """One distinct tensor file, checked; see `energon_packing.convert.media_files.MediaFile` and `StoredTensor`."""
+class TensorFile(StoredTensor):
+    """One distinct tensor file, checked; see `energon_packing.convert.media_files.MediaFile`."""
 
     kind: TensorRole
     path: str
-    name: str
     size: int
-    tensor: str
-    shape: tuple[int, ...]
-    dtype: str
-    rows: int | None
 
     transparent = False
     metadata = None  # Energon has none for it, and the records hold its shape
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # a journal returns it as a list
-
-    def stored(self, name: str) -> StoredTensor:
-        """Returns the tensor as a record names it; ``name`` is its entry in the layout's media store."""
-        return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
 
 
 def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
@@ -304,7 +292,10 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
     infinite), ``empty_context`` (nothing but zeros)."""
     suffix = Path(path).suffix.lower().lstrip(".")
     info = tensor_info(stream, suffix, NAMES[role])
-    shape = _shape(info, role)
+    batched = info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1  # the axis of 1 that encoders return
+    if len(shape := info.shape[batched:]) != AXES[role]:
+        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
+        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
     stream.seek(0)
     digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
     rows = None
@@ -321,15 +312,6 @@ def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: Co
         dtype=info.dtype,
         rows=None if rows == shape[0] else rows,
     )
-
-
-def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
-    """Returns the shape, without the batch axis of length 1 that encoders return."""
-    shape = info.shape[1:] if info.shape[:1] == (1,) and len(info.shape) == AXES[role] + 1 else info.shape
-    if len(shape) != AXES[role]:
-        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
-        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
-    return shape
 
 
 def _filled_rows(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int | None:

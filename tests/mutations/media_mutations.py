@@ -463,7 +463,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/wan/test_offline_clips.py::"
         "test_states_and_stored_packs_from_before_a_setting_are_read_where_it_has_its_default",
         oracle="the same files without the setting's name",
-        edits=(("wan/encoder.py", 'settings.pop(f"encoder.{name}", None)', "pass"),),
+        edits=(("wan/encoder.py", " if name not in newer}", "}"),),
         needs_bridge=True,
     ),
     Mutation(

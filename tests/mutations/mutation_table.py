@@ -502,7 +502,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a video alone gets no masked clip",
         test="tests/conformance/test_wan_in_bridge.py::test_no_pack_of_videos_hides_its_padding_from_either_attention",
         oracle="Transformer Engine's comparison",
-        edits=(("wan/pack.py", 'int(hidden and compat != "bridge")', "0"),),
+        edits=(("wan/pack.py", 'int(hides_padding(deciding, multiple) and compat != "bridge")', "0"),),
         needs_bridge=True,
     ),
 )

@@ -167,7 +167,7 @@ SEE_MUTATIONS: tuple[Mutation, ...] = (
         name="the step that has begun counts in place of the one that ended",
         test=METRICS + "test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest[3-1]",
         oracle="the tensors of the packs before the last one",
-        edits=(("energon/metrics.py", "waited=waited, done=done))", "waited=waited, done=work))"),),
+        edits=(("energon/metrics.py", "waited, self._last[1]", "waited, work"),),
     ),
     Mutation(
         trap=236,

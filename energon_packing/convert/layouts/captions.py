@@ -23,10 +23,13 @@ _SPEAKERS = ("user", "assistant")
 
 
 def _is_keyframed(record: Mapping[str, Any]) -> bool:
-    captions = record.get("captions")
-    if not isinstance(record.get("video_path"), str) or not isinstance(captions, list) or not captions:
-        return False
-    return all(isinstance(each, dict) and {"idx", "content"} <= each.keys() for each in captions)
+    return isinstance(record.get("video_path"), str) and _are_objects(record.get("captions"), "idx", "content")
+
+
+def _are_objects(value: Any, *keys: str) -> bool:
+    """Whether it is a list of objects, at least one, which all have these keys."""
+    has_any = isinstance(value, list) and bool(value)
+    return has_any and all(isinstance(each, dict) and {*keys} <= each.keys() for each in value)
 
 
 def _has_caption(record: Mapping[str, Any]) -> bool:
@@ -50,10 +53,7 @@ def _restate_caption(record: Mapping[str, Any], warnings: list[str]) -> Mapping[
 
 
 def _has_texts(record: Mapping[str, Any]) -> bool:
-    texts = record.get("texts")
-    if not isinstance(texts, list) or not texts or has_turns(record):
-        return False
-    return all(isinstance(text, dict) and set(_SPEAKERS) <= text.keys() for text in texts)
+    return not has_turns(record) and _are_objects(record.get("texts"), *_SPEAKERS)
 
 
 def _restate_texts(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from energon_packing.wan.encoder import MeasuredClip
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
-_SIZES = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
-
 
 class Clips(SampleKind):
     """Clips or their latents, with captions or their embeddings; see `SampleKind` for each method."""
@@ -55,7 +53,9 @@ class Clips(SampleKind):
         return self._resolved("bridge_dataset")(container, processor, **fields)
 
     def row(self, measured: MeasuredClip | None) -> dict[str, Any]:
-        sizes = dict.fromkeys((*_SIZES, "text_tokens"), 0)
+        from energon_packing.offline.index import COLUMNS
+
+        sizes = dict.fromkeys((*COLUMNS, *self.more_columns), 0)
         if measured is None:
             return sizes
         video: Any = measured.sample.video  # all sizes are known, see `TextToVideo`

@@ -7,7 +7,7 @@ A record is one JSON object; each column may have any one of its names::
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from energon_packing.convert.columns import FileReference, filled_column, refuse_own_view
@@ -51,7 +51,7 @@ class ParsedVideoRecord:
         """Returns the JSON form of the sample, whose files have these entries in the store."""
         parts: dict[str, Any] = {
             "video" if file.kind == "image" else file.kind: (
-                file.stored(name) if isinstance(file, TensorFile) else file.media(name)
+                replace(file, name=name) if isinstance(file, TensorFile) else file.media(name)
             )
             for name, file in zip(names, files, strict=True)
         }

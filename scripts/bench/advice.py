@@ -23,7 +23,7 @@ from energon_packing.packing.model_cost import model_cost
 from energon_packing.report.advice import Choice, Gpus, Packs, StepTime, foretell
 from energon_packing.validate.memory import Memory
 from energon_packing.validate.recipes import finalised
-from energon_packing.validate.verdict import prepare_bridge
+from energon_packing.validate.verdict import prepare_bridge, without_output
 
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": False, "head_dim": 128}
@@ -184,14 +184,17 @@ def core(checkout: Path) -> Iterator[dict[str, Any]]:
     width, layers, vocabulary, held, size = 2048, 12, 131072, 2048, 4
     drawn = np.random.RandomState(0).lognormal(np.log(1024) - 1.5**2 / 2, 1.5, 1_000_000)
     lengths = np.clip(drawn, 128, 8192).astype(int) - 1  # the last token is only a label
-    prepare_bridge()
+    with without_output():
+        prepare_bridge()
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
     def model(by: int) -> Any:
         sizes = {"hidden_size": width, "num_layers": layers, "num_attention_heads": 16, "ffn_hidden_size": 4 * width}
         return finalised(GPTModelProvider(**sizes, vocab_size=vocabulary, kv_channels=128, context_parallel_size=by))
 
-    made, module = [model(by) for by in range(1, 65)], schedulers(checkout)
+    with without_output():
+        made = [model(by) for by in range(1, 65)]
+    module = schedulers(checkout)
     if (cost := model_cost(made[0])) is None:
         raise UserError("Megatron-Bridge's GPTModelProvider has other fields than this benchmark knows.")
     count = 12 * width**2 * layers + (vocabulary + 8192) * width

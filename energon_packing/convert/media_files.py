@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -396,7 +396,7 @@ class MediaChecker:
             # Releases before wrote "rejected", also of what the machine had failed to read; `_read` passes over that.
             entry["refused"] = [outcome.reason, outcome.detail]
         else:  # `dataclasses.asdict`, without its copies
-            entry["file"] = {name: getattr(outcome, name) for name in outcome.__slots__}
+            entry["file"] = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
         # One write each, so that the lines of several processes do not mix. The line break before it ends a line that a
         # killed process has left unfinished.
         self._own += self._journal.write(f"\n{json.dumps(entry)}\n".encode())

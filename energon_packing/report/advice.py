@@ -135,13 +135,12 @@ class StepTime:
     scale: float = 1.0
     host: float = HOST
 
-    def measured(self, seconds: float, foretold: float, rows: float) -> "StepTime":
-        """Scaled to a step of ``seconds``, in which a rank had so many ``rows``, by what was foretold of it; or, where
-        no product can take so long, with a host that does, in every row and layer alike."""
+    def measured(self, seconds: float, foretold: float, row: float) -> "StepTime":
+        """Scaled to a step of ``seconds`` by what was foretold of it; or, where no product can take so long, with a
+        host that does, alike in all layers of a row, which then take ``row`` seconds."""
         if seconds <= UNLIKELY * foretold:
             return dataclasses.replace(self, scale=seconds / foretold)
-        layers = self.model.num_layers / self.model.pipeline_model_parallel_size
-        return dataclasses.replace(self, host=seconds / rows / layers)
+        return dataclasses.replace(self, host=row / self.model.num_layers)
 
     def packs(self, vision: np.ndarray, language: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Seconds ``[M, 3]`` of vision, layers and head, in all pipeline stages, of packs of so many operations ``[M]``
@@ -230,7 +229,7 @@ class Packs:
     aligned: np.ndarray  # ``[P]``, the same with it
     epoch: float  # tokens of a pass over all data
     lost: float = 0.0  # share of the tokens that no row has
-    ordered: bool = False  # whether they are in the order of a plan
+    span: int = 0  # how many of them follow each other in a plan; 0 if they are of none
 
 
 def packs_of_index(samples: StatsSamples, run: RunConfig, cost: ModelCost, *, seed: int) -> Packs:
@@ -280,8 +279,9 @@ def window_of(samples: StatsSamples, run: RunConfig, *, seed: int) -> tuple[int,
 def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
     """Packs of a plan, at equal distances if they are many."""
     facts, spans = plan.facts, 1 if len(plan) <= MOST_SAMPLES else SPANS
-    span = min(len(plan), MOST_SAMPLES // spans)
-    starts = np.linspace(0, len(plan) - span, spans).astype(int).tolist()
+    group = int(facts.config.get("data", {}).get("max_data_parallel", 1))  # so many packs are even
+    span = len(plan) if spans == 1 else max(MOST_SAMPLES // spans // group, 1) * group
+    starts = (np.linspace(0, max(len(plan) - span, 0) // group, spans).astype(int) * group).tolist()
     tables = [pa.concat_tables(plan.tables(["pack", "length", "second"], at, at + span)) for at in starts]
     table = pa.concat_tables(
         each.filter((pc.field("pack") >= at) & (pc.field("pack") < at + span))
@@ -293,7 +293,7 @@ def packs_of_plan(plan: Plan, cost: ModelCost) -> Packs:
     known = bool(facts.config.get("packing", {}).get("cost_model"))
     epoch = float(facts.summary["fill"]) * int(facts.decided["seq_length"]) * len(plan) / facts.epochs
     begins, multiple = np.flatnonzero(np.diff(pack, prepend=-1)), int(facts.decided["multiple"])
-    packs = _packs(sizes, begins, cost, multiple, epoch=epoch, ordered=True)
+    packs = _packs(sizes, begins, cost, multiple, epoch=epoch, span=span if spans > 1 else 1)
     vision = np.concatenate([plan.costs(at, at + span)[:, 0] for at in starts])
     packs.operations[:, 0] = vision * _operations(cost, known=known)[0]
     return packs
@@ -369,7 +369,7 @@ class Choice:
         return not less and self.row <= own.row and not any("recompute" in each for each in self.overrides)
 
     def after(self, time: StepTime, seconds: np.ndarray) -> float:
-        """`StepTime.after` packs that take `seconds` ``[..., 2]``; 0 where memory is not known."""
+        """`StepTime.after` packs that take `seconds` ``[..., 3]``; 0 where memory is not known."""
         ddp, optimizer = self.container.ddp, self.container.optimizer
         spread = bool(ddp.use_distributed_optimizer or optimizer.use_distributed_optimizer)
         backward = 2 / 3 * float(seconds.sum(axis=-1).mean()) / self.stages.ranks
@@ -434,14 +434,16 @@ def foretell(choice: Choice, packs: Packs, time: StepTime, *, steps: int = STEPS
     step in which pipeline stages of a replica wait for each other, and replicas for the slowest; and ``of_peak``:
     operations of packs per second, of the peak of all GPUs."""
     rows, replicas, stages = choice.rows, choice.replicas, choice.stages
-    starts = np.linspace(0, max(len(packs.tokens) // rows - 1, 0), steps).astype(int) * rows
+    unit = packs.span if rows <= packs.span else rows  # a step lies in one place
+    starts = np.linspace(0, max(len(packs.tokens) // unit - 1, 0), steps).astype(int) * unit
     chosen = (starts[:, None] + np.arange(rows)).ravel() % len(packs.tokens)
-    if not packs.ordered:
-        chosen = np.random.default_rng(seed).permutation(len(packs.tokens))
-        chosen = np.resize(chosen, max(steps * rows, min(len(chosen), 32 * replicas)))
+    if not packs.span:
+        chosen = np.random.default_rng(seed).permutation(len(packs.tokens))[: max(steps * rows, 32 * replicas)]
     seconds = time.packs(packs.operations[chosen, 0], packs.operations[chosen, 1], packs.aligned[chosen])
-    if not packs.ordered:
-        order = balanced_order(seconds[:, :2], group=replicas, before=np.zeros((0, 2)), seed=[seed])
+    if not packs.span:  # each epoch has its order, as in a plan
+        more: dict[str, Any] = {"group": replicas, "before": np.zeros((0, 2))}
+        epochs = range(-(-steps * rows // len(chosen)))
+        order = np.concatenate([balanced_order(seconds[:, :2], **more, seed=[seed, epoch]) for epoch in epochs])
         chosen, seconds = chosen[order], seconds[order]
     own = np.unique(np.linspace(0, replicas - 1, min(replicas, REPLICAS)).astype(int)).tolist()
     lasted, bubbles = np.zeros((steps, len(own))), np.zeros((steps, len(own)))
@@ -480,7 +482,8 @@ def calibrated(time: StepTime, choice: Choice, path: Path) -> StepTime:
     fast = f"Steps of {path} are faster than all products at the peak of --gpus"
     fast += ": they are of other GPUs, of another recipe or without its packing.cost_model."
     refuse((measured < foretold * time.gpus.reached, fast))
-    return time.measured(measured, foretold, count + choice.stages.ranks - 1)
+    ones, others = np.tile([0.0, 1.0, 0.0], (count, 1)), _staged(same * [1, 0, 1], choice.stages).makespan
+    return time.measured(measured, foretold, (measured - others) / _staged(ones, choice.stages).makespan)
 
 
 def advice_of(
@@ -501,7 +504,7 @@ def advice_of(
     from energon_packing.bridge.dataset import cost_of_run  # Bridge can be imported now
 
     container, other = source.container, type(source.container.dataset).__name__
-    other = f"{recipe} has a {other}; change its data set (`use_packed_data`, docs/bridge.md)."
+    other = f"{recipe} has a {other}; advice is for conversations and our encoder (`use_packed_data`, docs/bridge.md)."
     ours = hasattr(container.dataset, "run_config") and not hasattr(container.dataset, "run_facts")
     refuse((not ours or isinstance(container.dataset.encoder, str), other))
     run = source.measured()[0]
@@ -541,9 +544,10 @@ def advice_of(
     own, largest = Choice.of(container, gpus, {}), gpus.memory * (1 << 30) - SPARE
     time = StepTime(model=own.model, gpus=gpus, cost=cost, world=gpus.count)
     tensor, context, stages, spread = own.sizes.values()
-    inside = (container.model.expert_tensor_parallel_size or 1) * spread if container.model.num_moe_experts else 1
+    experts = own.model.num_moe_experts
+    inside = (own.model.expert_tensor_parallel_size or 1) * spread if experts else 1
     runs = gpus.count % (tensor * context * stages) == 0 == own.rows % own.replicas
-    runs = runs and gpus.count // stages % inside == 0
+    runs = runs and gpus.count // stages % inside == 0 and (not experts or tensor == 1 or own.model.sequence_parallel)
     cannot = f"The recipe does not run as it is: {own.layout}, {own.rows} rows of {own.row} tokens in a global batch"
     cannot += "." if runs else ", do not divide."
     if fit is not None:
@@ -561,7 +565,9 @@ def advice_of(
         if len(good) == 2 * SHOWN:
             break
     shown = sorted(((foretold(choice), choice) for choice in good), key=_slowness)
-    shown = [each for at, each in enumerate(shown) if at or not objections(source, each[1].overrides, gpus, ask=True)]
+    while len(shown) > 1 and (said := objections(source, shown[0][1].overrides, gpus, ask=True)):
+        refused.update(said[:1])
+        shown.pop(0)
     large = f"{len(possible) - len(fits)} of {len(possible)} layouts need more than {largest / (1 << 30):.0f} GiB"
     large += ", or, as that is not known, divide the model less than the recipe" * (own.memory is None)
     if not shown:
@@ -572,7 +578,7 @@ def advice_of(
     with suppress(UserError):  # of a pipeline that Core refuses, for example
         planned = not multiple or (own.row in rows and multiple % own.multiple == 0)
         as_it_is = foretold(own) if runs and planned else None
-    kind = "experts" if own.model.num_moe_experts else "images" if cost.vision else "text"
+    kind = "experts" if experts else "images" if cost.vision else "text"
     report: dict[str, Any] = {
         "recipe": recipe,
         "gpus": dataclasses.asdict(gpus),

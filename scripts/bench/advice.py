@@ -154,7 +154,7 @@ def run(mean: int = 2000) -> Iterator[dict[str, Any]]:
         vision = cost.vision.get("patches", 0.0) * each.patches
         sizes = np.full(each.rows, each.row)
         operations = np.tile(np.array([vision, language], np.float64), (each.rows, 1))
-        packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=0.0, ordered=True)
+        packs = Packs(operations=operations, tokens=sizes, aligned=sizes, epoch=0.0, span=1)
         time = StepTime(model=choice.model, gpus=gpus, cost=cost, world=gpus.count)
         found = foretell(choice, packs, time)
         row: dict[str, Any] = {
@@ -226,7 +226,7 @@ def core(checkout: Path) -> Iterator[dict[str, Any]]:
 
     foretold, rows, after = steps("dp_balanced", size)
     first = StepTime(model=made[0], gpus=Gpus.of("4xgb200"), cost=cost, world=size)
-    fitted = first.measured(CORE[size][0] / 1000 - after, foretold - after, rows)
+    fitted = first.measured(CORE[size][0] / 1000 - after, foretold - after, (CORE[size][0] / 1000 - after) / rows)
     for ranks, (balanced, dynamic, noise) in CORE.items():
         more = {"host": fitted.host, "scale": fitted.scale}
         found = [1000 * steps(name, ranks, **more)[0] for name in ("dp_balanced", "default_dynamic_cp")]

@@ -574,7 +574,7 @@ def run_part(name: str, run: Run, end: float, keep: Keep) -> dict[str, Any]:
             except NotYet:
                 left += unit not in run.failed
                 continue
-            if run.device == "cuda" and any({"error", "refused"} & row.keys() for row in rows) and (said := broken()):
+            if run.device == "cuda" and (said := broken()):
                 rows, why = [_as_error(row, said) for row in rows], BROKEN
             for row in rows:
                 if run.tiny and "refused" in row:
@@ -606,8 +606,6 @@ def _results(name: str, work: Callable[[], Row | Iterable[Row]]) -> list[dict[st
 
 def _as_error(row: dict[str, Any], said: str) -> dict[str, Any]:
     """A row after which the device has failed, whatever the row took it for."""
-    if "refused" not in row:
-        return row
     return {name: value for name, value in row.items() if name != "refused"} | {"error": said, "equal": False}
 
 

@@ -371,10 +371,9 @@ def test_a_device_that_failed_ends_the_command_and_what_failed_comes_last(exampl
     assert (command(), ran) == (1, ["b", "c", "dies"])
     assert "| attention | the device failed; 2 equal; 1 **failed** |" in report.read_text()
     refuses[0] = False
-    assert (command(), ran) == (1, ["dies"]), "a row that is equal, after which nothing runs"
-    assert "| attention | the device failed; 3 equal; 1 **failed** |" in report.read_text()
-    assert (command(), ran) == (0, [])
-    assert "| attention | 3 equal |" in report.read_text()
+    for _ in range(2):
+        assert (command(), ran) == (1, ["dies"]), "a row that is equal, after which nothing runs"
+        assert "| attention | the device failed; 2 equal; 1 **failed** |" in report.read_text()
 
 
 def test_rows_of_other_variables_are_not_kept_and_rows_of_another_revision_say_so(example_gpu, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import struct
 import zipfile
@@ -14,6 +15,8 @@ from safetensors.torch import save_file
 
 from energon_packing.cli.convert import convert as command
 from energon_packing.config import from_mapping
+from energon_packing.convert import ConvertConfig
+from energon_packing.convert.media_files import MediaChecker
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.config import TextToVideoRunConfig
 from energon_packing.wan.pack import to_patches
@@ -284,3 +287,17 @@ def test_a_preview_image_beside_a_clip_is_ignored_and_told(tmp_path):
     report = json.loads(done.stdout)
     assert (report["written"], report["rejected"]) == (1, {})
     assert "images" in str(report["ignored_columns"])
+
+
+def test_a_tensor_file_that_was_checked_is_not_checked_again(tmp_path):
+    np.save(tmp_path / "a.npy", np.ones((4, 8), dtype=np.float32))
+    os.utime(tmp_path / "a.npy", (1, 1))  # a file of this second is not noted
+    config = ConvertConfig(sources=(tmp_path,), format="text-to-video")
+    found, sizes = [], []
+    for number in range(2):
+        checker = MediaChecker(config, tmp_path / "journal", tmp_path / f"index{number}")
+        found.append(checker.check(str(tmp_path / "a.npy"), "context", "a.npy")[0])
+        checker.close()
+        sizes.append((tmp_path / "journal").stat().st_size)
+    assert found[0] == found[1]
+    assert sizes[0] == sizes[1] > 0

@@ -68,7 +68,7 @@ dense text, with experts, with images: as ``scripts/bench.py advice`` prints the
 UNLIKELY = 3.0  # no published run took so many times as long as foretold by its products
 SPARE, FULL = 12 << 30, 0.8
 """Bytes of a GPU that an estimate leaves free: of the same runs four took 6 to 10 GiB more, one 16 and one less. Share
-of a row below which it is said that a limit ends rows."""
+of a row below which it is said why rows may be so empty."""
 MOST_SAMPLES, SPANS, FIRST, STEPS, REPLICAS, SHOWN = 20_000, 32, 3, 32, 8, 8
 """Samples (packs of a plan) that are looked at, in so many places; steps that are simulated of each layout and of the
 fastest, replicas of them, and layouts that are shown."""
@@ -178,7 +178,7 @@ class StepTime:
 
     def _towers(self, vision: np.ndarray, peak: float) -> np.ndarray:
         """Seconds of vision encoders. Bridge's own are spread over tensor ranks, Hugging Face's are whole on each."""
-        model, tower, trained = self.model, getattr(self.model, "vision_config", None), 1.0
+        model, tower = self.model, getattr(self.model, "vision_config", None)
         spread = type(model).__name__.startswith(OWN_TOWERS)
         trained = 0.0 if getattr(model, "freeze_vision_model", False) else 1.0
         tensor = model.tensor_model_parallel_size if spread else 1
@@ -664,7 +664,8 @@ def _how(report: Mapping[str, Any]) -> Iterator[str]:
             "without them. A run drops, cuts or resizes them (packing.oversize, encoder.limits.when_over)."
         )
     if best["fill"] < FULL:
-        yield f"Rows are {best['fill']:.0%} full: a limit ends them, such as dataset.packing.max_patches_per_pack."
+        ends = "samples are few, or a limit ends them, such as dataset.packing.max_patches_per_pack"
+        yield f"Rows are {best['fill']:.0%} full: {ends}."
     how = f"products at {gpus['reached']:.0%} of {gpus['tflops']:.0f} TFLOP/s, links of {gpus['link']:.0f} and "
     how += f"{gpus['network']:.0f} GB/s; the seconds of published runs were up to {report['error']:.0%} off"
     if report["measured"]:
